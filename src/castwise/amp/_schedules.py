@@ -23,7 +23,11 @@ _ROUNDED_DOWN = 1.0 - 2.0**-22  # more than fp32 rounding takes away
 
 
 class IterationFacts(NamedTuple):
-    """The results of the steps of one iteration; tensors of one element on the scale's device."""
+    """The results of one iteration; tensors of one element on the scale's device.
+
+    There is one for each `update` for which gradients were checked, also if no optimizer was stepped. Those of several
+    optimizers are combined.
+    """
 
     found_inf: torch.Tensor
     """fp32, nonzero if a gradient was not finite."""

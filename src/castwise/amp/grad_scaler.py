@@ -1148,9 +1148,10 @@ class GradScaler(torch.amp.GradScaler):
         return registered(self._outcomes.hooks, hook)
 
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> RemovableHandle:
-        """Call a function once per iteration and optimizer, before the gradients are read or changed.
+        """Call a function before an optimizer's gradients are read or changed for the first time in an iteration.
 
-        The gradients are as the backward left them, still scaled. A disabled scaler calls none.
+        The gradients are as the backward left them, still scaled. If `step` is given a closure, the function is called
+        for each of its evaluations. A disabled scaler calls none.
 
         Args:
             hook: Called with the optimizer and the scale (fp32, shape (), on its device).

@@ -41,15 +41,14 @@ class Exchange:
 
     Ranks meet in the default store: each announces itself, and the constructor returns when all have. It waits at most
     `LIMIT` seconds, of which the last tenth is for the names of missing ranks; if a rank is missing after the other
-    nine, no rank gets an exchange. Ranks meet under a name; of several
-    exchanges of one name on a rank, the first meets the first of the others, and so on. A rank that comes too late for
-    one, or missed one, meets the others at their next.
+    nine, no rank gets an exchange. Ranks meet under a name; of several exchanges of one name on a rank, the first meets
+    the first of the others, and so on. A rank that comes too late for one, or missed one, meets the others at their
+    next.
 
     All that is exchanged is exchanged within `at`, in the same order on all ranks. If a rank does not come within
     `LIMIT` seconds, comes with another subject or step, has left or fails, the exchange is over on all ranks: `at`
     raises `NoExchangeError` there, with the cause that the first rank found, and in every later call, without another
-    wait. The training's groups are not used,
-    so nothing that happens here can disturb them.
+    wait. The training's groups are not used, so nothing that happens here can disturb them.
 
     The group connects all ranks with each other at the first exchange. It exists until `close`.
 
@@ -144,7 +143,7 @@ class Exchange:
         if os.getpid() != self._process:  # without gloo's threads, every wait would be for ever
             raise NoExchangeError("this process was forked from a rank")
         try:
-            self._come(step)
+            self._begin()
             yield self._headers(subject, step, numbers)
         except Exception as error:
             self._over = self._stop(error, step)
@@ -190,7 +189,7 @@ class Exchange:
                 self._store.set(self._key(self.rank), "left")
         self._group = None
 
-    def _come(self, step: int) -> None:
+    def _begin(self) -> None:
         self._count += 1
         self._began = time.monotonic()
         with _connection():

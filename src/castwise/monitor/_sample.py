@@ -27,7 +27,7 @@ class OfGradient:
     Args:
         scaled: Tally of the gradient as the backward computed it.
         unscaled: Tally of the gradient divided by the scale.
-        distinct: See `shards.Part`.
+        distinct: See `_local_shards.Part`.
         squares: Sum of squares of the unscaled gradient.
         shape: Shape of all parts together; None if it is not known.
     """
@@ -47,7 +47,7 @@ class Measured:
         gradients: Statistics by parameter.
         modules: Names of the parameters that each module owns.
         activations: Tallies by module.
-        updates: Results of `updates.compare` by parameter; empty if the step was skipped.
+        updates: Results of `_updates.compare` by parameter; empty if the step was skipped.
         quantized: Results of `QuantizedSample.layers` by layer.
         left_out: Names of parameters whose gradients are partial sums, which only a collective could complete.
     """

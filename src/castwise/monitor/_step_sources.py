@@ -89,7 +89,7 @@ class ScaledSteps:
 
     @property
     def steps(self) -> int:
-        """The number of steps whose outcome is known, those before a checkpoint included."""
+        """The number of steps so far, those before a checkpoint and those of pending outcome included."""
         return int(self._scaler._outcomes.steps)
 
     def scale_and_loss(self) -> tuple[torch.Tensor, torch.Tensor | None]:
