@@ -272,7 +272,7 @@ def test_monitor_cost() -> None:
     record, rows = run(monitor_cost.BENCHMARK, plan)
     (case,) = record["cases"].values()
     assert set(case["seconds"]) == {"alone", "alone again", "not sampled", "sampled"}
-    assert case["bytes of a sample"] > 1000
+    assert case["bytes of a sample"] > 200
     assert [len(verdicts(record)), len(rows)] == [1, 1]
 
 

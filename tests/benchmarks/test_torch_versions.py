@@ -18,7 +18,8 @@ SUITES = [torch_versions.SMALL_SET, torch_versions.ALL_TESTS, torch_versions.LIG
 
 def test_every_private_name_is_looked_up() -> None:
     names = {part for name in torch_versions.NAMES for part in name.replace(":", ".").split(".")}
-    assert names_of_torch_private() <= names
+    of_compiled_nodes = {"_saved_", "_sym_sizes"}  # parts of names that no importable object has
+    assert names_of_torch_private() - of_compiled_nodes <= names
 
 
 def test_the_look_up_finds_names_and_misses_others() -> None:

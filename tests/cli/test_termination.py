@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.forked import Python
+from tests.monitor.recorded import records_in
 
 from castwise.monitor import Run
 
@@ -221,7 +221,7 @@ def test_a_script_keeps_its_own_handler(ended: dict[str, Ended]) -> None:
         code, output, errors, folder = ended[name]
         assert (code, output) == (exit_code, "saved\n"), errors
         (record,) = folder.rglob("monitor.jsonl.gz")
-        assert json.loads(record.read_text().splitlines()[-1])["kind"] == "end"
+        assert records_in(record)[-1]["kind"] == "end"
 
 
 def test_forked_processes_end_as_without_castwise(ended: dict[str, Ended]) -> None:

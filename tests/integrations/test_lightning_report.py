@@ -106,7 +106,7 @@ def test_a_resumed_training_goes_on_in_the_record(precision: str, tmp_path: Path
 def test_steps_have_the_numbers_of_the_trainer(precision: str, tmp_path: Path) -> None:
     """Which counts a batch without a loss, for which the scaler takes no step."""
     done = fit(ours(precision), Regression(skip=5), callbacks=[ReportCallback(tmp_path)])
-    assert done["global_step"] == Run.read(tmp_path).steps[-1]["step"] == STEPS
+    assert done["global_step"] == Run.read(tmp_path).steps[-1].step == STEPS
 
 
 @pytest.mark.parametrize("how", ["in turn", "after all"])

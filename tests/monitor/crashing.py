@@ -23,7 +23,7 @@ from castwise.monitor._record_file import FILE_NAME
 # Each step is acknowledged by a line to a pipe once the sink has returned. Samples are thinned often.
 WRITER = """
 import itertools, os, sys, warnings
-from castwise.monitor import record_file
+from castwise.monitor import _record_file as record_file
 from castwise.monitor._sinks import JSONL
 warnings.simplefilter("ignore")
 record_file.SAMPLES_BYTES = 20_000

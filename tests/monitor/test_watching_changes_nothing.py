@@ -313,7 +313,9 @@ def test_what_is_compiled_is_the_same_as_without_a_watch(
     graphs, caught, seen = compiled_run(model, compiled, WATCHED[how], tmp_path)
     expected_graphs, expected_caught, expected = compiled_run(by_itself, compiled, None, tmp_path)
     assert graphs == expected_graphs
-    assert caught == expected_caught
+    assert [text for text in caught if "is still running" not in text] == [  # of a compiler's process
+        text for text in expected_caught if "is still running" not in text
+    ]
     assert_same(seen, expected)
 
 

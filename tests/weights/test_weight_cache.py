@@ -620,14 +620,14 @@ def sees(change: Callable[[nn.Sequential], Any]) -> Callable[[], None]:
 
 
 MUTANTS: dict[str, tuple[str, Any, Callable[[], None]]] = {
-    "steps of optimizers": ("weight_cache._invalidate_written", lambda _: None, sees(CHANGES["fused AdamW"])),
+    "steps of optimizers": ("_weight_cache._invalidate_written", lambda _: None, sees(CHANGES["fused AdamW"])),
     "invalidate": (
-        "weight_cache.WeightCache.invalidate",
+        "_weight_cache.WeightCache.invalidate",
         lambda _: None,
         test_writes_through_data_are_seen_when_declared_or_verified,
     ),
     "verify": (
-        "weight_copies.Copy.differs",
+        "_weight_copies.Copy.differs",
         lambda *_: False,
         test_writes_through_data_are_seen_when_declared_or_verified,
     ),
