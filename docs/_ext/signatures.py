@@ -1,4 +1,4 @@
-"""Readable signatures: defaults are shown as values, and enums have no signature."""
+"""Readable signatures: defaults are shown as values, and enums and records have no signature."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from sphinx.application import Sphinx
+
+from castwise.monitor._records import Part
 
 _FLOAT = re.compile(r"(?<== )\d+\.\d+(e[+-]?\d+)?(?=[,)])")
 _CONSTANT = re.compile(r"(?<== )(_?[A-Z][A-Z0-9_]*|\d+ << \d+)(?=[,)])")
@@ -41,7 +43,7 @@ def spelled(value: float) -> str:
 def _processed(
     app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    if inspect.isclass(found) and issubclass(found, enum.Enum):
+    if inspect.isclass(found) and issubclass(found, (enum.Enum, Part)):  # of records, users only read attributes
         return "", None
     return signature and as_written(signature, found), returns
 
