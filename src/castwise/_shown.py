@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
 from typing import NamedTuple
@@ -76,11 +77,12 @@ def _cell(text: str, side: str, tag: str) -> str:
     return f'<{tag} style="{_CELL};text-align:{side}">{_escape(text)}</{tag}>'
 
 
-class Shown:
+class Shown(ABC):
     """A base of results that print as text and are shown as HTML in notebooks."""
 
+    @abstractmethod
     def _blocks(self) -> Iterable[Block]:
-        raise NotImplementedError
+        """Return what is shown."""
 
     def __str__(self) -> str:
         return as_text(self._blocks())

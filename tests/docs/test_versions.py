@@ -31,6 +31,10 @@ def test_every_recorded_version_is_the_one_it_stands_for(suite: Suite) -> None:
     assert all(found[suite.of].startswith(f"{version}.") for version, found in record_of(suite).items())
 
 
+def test_the_small_set_was_run_with_all_versions() -> None:
+    assert set(record_of(SMALL_SET)) == set(torch_versions.VERSIONS)
+
+
 @pytest.mark.parametrize("suite", [SMALL_SET, ALL_TESTS], ids=lambda suite: suite.name)
 def test_every_recorded_torch_has_passed(suite: Suite) -> None:
     assert all(found["status"] == 0 for found in record_of(suite).values())

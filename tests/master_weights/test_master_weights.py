@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,12 +233,6 @@ def test_complex_gradients_are_no_pairs_of_real_ones_beside_16_bit_weights(norm_
 
 
 def test_clipping_by_torch_rounds_and_warns_and_ours_does_not() -> None:
-    # In a process of its own: after thousands of other tests, the warning has been seen to be missing.
-    code = "from tests.master_weights.test_master_weights import check_clipping_by_torch_and_ours as check; check()"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
-
-
-def check_clipping_by_torch_and_ours() -> None:
     warned: list[str] = []
 
     def norm_of(how: str) -> tuple[float, dict[str, Any]]:

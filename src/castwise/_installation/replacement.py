@@ -12,9 +12,9 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from castwise._installation.settings import Settings
+from castwise._layered_functions import CLIP_GRAD_NORM, CLIP_GRAD_VALUE
 from castwise._mistakes.mistake import Place, caller
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import load_compiler
@@ -68,18 +68,16 @@ class Replacement:
         self._new[id(torch.save)] = _observed_save(torch.save)
         for module_of_save in (torch, torch.serialization):
             self._places.append((vars(module_of_save), "save", torch.save, self._new[id(torch.save)]))
-        for name, clipping in _CLIPPING.items():
-            old = getattr(torch.nn.utils, name)
-            self._old.append(old)
-            self._new[id(old)] = clipping(old)
-            for module_of_clipping in (torch.nn.utils, torch.nn.utils.clip_grad):
-                self._places.append((vars(module_of_clipping), name, old, self._new[id(old)]))
         self._settings = settings
         self._step = torch.optim.lr_scheduler.LRScheduler.step
         self._load_state_dict = torch.optim.Optimizer.load_state_dict
 
     def put_in_place(self) -> None:
         """Replace the names in torch, and in all modules that imported them."""
+        for function, layer in _CLIPPING:
+            function.add(layer)
+            self._old.append(function.original)
+            self._new[id(function.original)] = function.function
         for name, module in list(sys.modules.items()):
             if _is_of(name, "torch") or _is_of(name, "castwise") or not hasattr(module, "__dict__"):
                 continue
@@ -99,6 +97,8 @@ class Replacement:
         for namespace, key, old, new in reversed(self._places):
             if namespace.get(key) is new:
                 namespace[key] = old
+        for function, layer in _CLIPPING:
+            function.remove(layer)
         self._settings.forget()
 
     def warn_about_unreplaced(self) -> None:
@@ -159,43 +159,36 @@ def _observed_load(load_state_dict: Any) -> Any:
     return observed
 
 
-def _clip_grad_norm_in_step(clip_grad_norm_: Any) -> Any:
-    """Return a `clip_grad_norm_` that leaves clipping to `MasterWeights`, if it is given parameters of one."""
-
-    @functools.wraps(clip_grad_norm_)
-    def clip(
-        parameters: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        norm: torch.Tensor | None = None
-        if not is_dynamo_compiling() and has_owners():
-            parameters = listed(parameters)
-            norm = parameter_clipping.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-        if norm is None:
-            norm = clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        return norm
-
-    return clip
+def _clip_grad_norm_in_step(
+    clip_grad_norm_: Any,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Leave clipping to `MasterWeights`, if the parameters are of one."""
+    norm: torch.Tensor | None = None
+    if has_owners():
+        parameters = listed(parameters)
+        norm = parameter_clipping.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    if norm is None:
+        norm = clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    return norm
 
 
-def _clip_grad_value_in_step(clip_grad_value_: Any) -> Any:
-    """Return a `clip_grad_value_` that leaves clipping to `MasterWeights`, if it is given parameters of one."""
-
-    @functools.wraps(clip_grad_value_)
-    def clip(parameters: Any, clip_value: float, foreach: bool | None = None) -> None:
-        if not is_dynamo_compiling() and has_owners():
-            parameters = listed(parameters)
-            if parameter_clipping.clip_grad_value_(parameters, clip_value):
-                return
-        clip_grad_value_(parameters, clip_value, foreach)
-
-    return clip
+def _clip_grad_value_in_step(
+    clip_grad_value_: Any, parameters: Any, clip_value: float, foreach: bool | None = None
+) -> None:
+    """Leave clipping to `MasterWeights`, if the parameters are of one."""
+    if has_owners():
+        parameters = listed(parameters)
+        if parameter_clipping.clip_grad_value_(parameters, clip_value):
+            return
+    clip_grad_value_(parameters, clip_value, foreach)
 
 
-_CLIPPING = {"clip_grad_norm_": _clip_grad_norm_in_step, "clip_grad_value_": _clip_grad_value_in_step}
+_CLIPPING = ((CLIP_GRAD_NORM, _clip_grad_norm_in_step), (CLIP_GRAD_VALUE, _clip_grad_value_in_step))
 
 
 def _is_of(name: str, package: str) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from castwise._guard import Guard, guarded
+from castwise._layered_functions import BACKWARD, CLIP_GRAD_NORM
 from castwise._torch_private import is_backward_running
 from castwise.amp._observers import OBSERVERS, Observer
 from castwise.diagnosis._diagnosis import Diagnosis
@@ -23,16 +22,15 @@ _MOST_LOSSES = 1024  # kept of a step; a script may call `backward` and never st
 
 
 class BackwardCalls(Observer):
-    """Replaces `torch.autograd.backward`, which `Tensor.backward` calls, and `clip_grad_norm_` while they are followed.
+    """Layers around `torch.autograd.backward`, which `Tensor.backward` calls, and `clip_grad_norm_` while followed.
 
     Calls in a backward (of activation checkpointing), in a replay, and in code that is being compiled are left out. A
-    script that imported `clip_grad_norm_` before keeps torch's.
+    script that imported `clip_grad_norm_` before keeps torch's, unless castwise is installed.
     """
 
     def __init__(self) -> None:
         self._followers = 0
         self._guard = Guard()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._hook: Any = None
         self._losses: deque[torch.Tensor] = deque(maxlen=_MOST_LOSSES)
         self._previous: list[torch.Tensor] = []
@@ -41,17 +39,16 @@ class BackwardCalls(Observer):
         self._clipped: tuple[set[int], torch.Tensor] | None = None
 
     def follow(self) -> None:
-        """Start to follow the calls. The first call of this replaces torch's functions."""
+        """Start to follow the calls."""
         self._followers += 1
         if self._followers == 1:
-            self._replace(torch.autograd, "backward", self._observed_backward)
-            for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-                self._replace(module, "clip_grad_norm_", self._observed_clip)
+            BACKWARD.add(self._backward)
+            CLIP_GRAD_NORM.add(self._clip)
             self._hook = register_optimizer_step_post_hook(self._guard.door(self._after_step))
             OBSERVERS.append(self)
 
     def leave(self) -> None:
-        """Undo one `follow`. The last one puts torch's functions back, except where a name was changed since."""
+        """Undo one `follow`."""
         self._followers -= 1
         if self._followers:
             return
@@ -61,10 +58,8 @@ class BackwardCalls(Observer):
         self._losses.clear()
         self._previous, self._clipped = [], None
         self._fault = self._previous_fault = None
-        while self._replaced:
-            module, name, old, new = self._replaced.pop()
-            if getattr(module, name) is new:
-                setattr(module, name, old)
+        BACKWARD.remove(self._backward)
+        CLIP_GRAD_NORM.remove(self._clip)
 
     @property
     def losses(self) -> list[torch.Tensor]:
@@ -91,33 +86,16 @@ class BackwardCalls(Observer):
         """End a step that a scaler may have skipped."""
         self._after_step()
 
-    def _replace(self, module: Any, name: str, observed: Callable[[Any], Any]) -> None:
-        old = getattr(module, name)
-        new = next((new for _, _, other, new in self._replaced if other is old), None) or observed(old)
-        self._replaced.append((module, name, old, new))
-        setattr(module, name, new)
+    def _backward(self, backward: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        self._guard.call(self._before_backward, tensors)
+        backward(tensors, *args, **kwargs)
 
-    def _observed_backward(self, backward: Any) -> Any:
-        @functools.wraps(backward)
-        def observed(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if not is_dynamo_compiling():
-                self._guard.call(self._before_backward, tensors)
-            backward(tensors, *args, **kwargs)
-
-        return observed
-
-    def _observed_clip(self, clip: Any) -> Any:
-        @functools.wraps(clip)
-        def observed(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_dynamo_compiling():
-                return clip(parameters, *args, **kwargs)
-            if isinstance(parameters, Iterator):  # torch would use it up
-                parameters = list(parameters)
-            norm = clip(parameters, *args, **kwargs)
-            self._guard.call(self._after_clip, parameters, norm)
-            return norm
-
-        return observed
+    def _clip(self, clip: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(parameters, Iterator):  # torch would use it up
+            parameters = list(parameters)
+        norm = clip(parameters, *args, **kwargs)
+        self._guard.call(self._after_clip, parameters, norm)
+        return norm
 
     def _before_backward(self, tensors: Any) -> None:
         if is_replaying() or is_backward_running():
