@@ -21,6 +21,15 @@ class StepsInFP32(Protocol):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = ..., error_if_nonfinite: bool = ...) -> torch.Tensor:
         """Clip the gradients of the next step, without a scaler; return their norm."""
 
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the elements of the gradients of the next step, without a scaler."""
+
+    def _clip_once_unscaled(self, *, factor: torch.Tensor | None = ..., clip_value: float = ...) -> None:
+        """Clip in the next step, once it has unscaled: multiply by a factor, or limit each element."""
+
+    def _check_not_clipped_by_value(self) -> None:
+        """Raise a RuntimeError if gradients are to be limited, which a norm computed now would not include."""
+
 
 def steps_in_fp32(optimizer: Any) -> TypeGuard[StepsInFP32]:
     """Return True if an optimizer, or the one in its wrapper, follows the protocol."""

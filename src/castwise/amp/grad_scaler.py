@@ -21,7 +21,7 @@ import functools
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -39,7 +39,7 @@ from castwise.amp._agreement import Agreement, Ranks
 from castwise.amp._checks import check_scale
 from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp._devices import amp_definitely_not_available, device_type, is_capturing
-from castwise.amp._fp32_steps import steps_in_fp32
+from castwise.amp._fp32_steps import StepsInFP32, steps_in_fp32
 from castwise.amp._gradients import Gradients, Group, collect, params_and_grads, params_of
 from castwise.amp._iteration import (
     Clipped,
@@ -405,7 +405,7 @@ class GradScaler(torch.amp.GradScaler):
         # Ranks have agreed on the result of clipping, so a later result of this rank must not replace it.
         was_measured = self._agreement is not None and isinstance(state, Clipped) and self._is_measured(record, state)
         if isinstance(state, Clipped) and state.factor is not None:  # it is too fine for 16-bit gradients
-            in_fp32: Any = record.optimizer
+            in_fp32 = cast(StepsInFP32, record.optimizer)
             in_fp32._clip_once_unscaled(factor=state.factor * scale)
             record.state = Ready()
         if self._replaces_unscaling():
@@ -574,7 +574,7 @@ class GradScaler(torch.amp.GradScaler):
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
         if record.info.steps_in_fp32:
-            in_fp32: Any = optimizer
+            in_fp32 = cast(StepsInFP32, optimizer)
             in_fp32._check_not_clipped_by_value()
         # A fused step computes in fp32, so fp16 gradients are allowed, as in torch.
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
@@ -660,8 +660,8 @@ class GradScaler(torch.amp.GradScaler):
             clip = clip._replace(found_inf=measure.combine(found_infs, clip.found_inf))
             scaled_by = torch.ones_like(scaled_by)
         if record.info.steps_in_fp32 and not state.awaits_unscaling:
-            clipping: Any = record.optimizer
-            clipping._clip_once_unscaled(factor=clip.factor(scaled_by))
+            in_fp32 = cast(StepsInFP32, record.optimizer)
+            in_fp32._clip_once_unscaled(factor=clip.factor(scaled_by))
         else:
             measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
         if state.awaits_unscaling and self._optimizers.shared.watches:
@@ -687,11 +687,9 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: `clip_value` < 0, or there are fp16 gradients and they are not allowed.
         """
         clip_value = measure.check_bound("clip_value", clip_value)
-        clipping: Any = optimizer
-        steps_in_fp32 = getattr(optimizer, "_steps_in_fp32", False)
         if not self._enabled:
-            if steps_in_fp32:
-                clipping.clip_grad_value_(clip_value)
+            if steps_in_fp32(optimizer):
+                optimizer.clip_grad_value_(clip_value)
             else:
                 torch.nn.utils.clip_grad_value_(params_of(optimizer), clip_value)
             return
@@ -699,12 +697,12 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_value_", clip_value)
-        allow_fp16 = steps_in_fp32 or self._allow_fp16_gradients
+        allow_fp16 = record.info.steps_in_fp32 or self._allow_fp16_gradients
         collect(  # raises before anything is unscaled, and adds up duplicates of sparse gradients
             record.optimizer, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True, agreement=self._agreement
         )
-        if steps_in_fp32:
-            clipping._clip_once_unscaled(clip_value=clip_value)
+        if record.info.steps_in_fp32:
+            cast(StepsInFP32, optimizer)._clip_once_unscaled(clip_value=clip_value)
             return
         self._unscale_now(record, allow_fp16=allow_fp16)
         with torch.no_grad():
