@@ -20,12 +20,15 @@ class Net(torch.nn.Module):
             return self.head(x)
 
 
-@torch.jit.script
 def error(y, target):
     with torch.cpu.amp.autocast(dtype=torch.float16):
         return ((y @ torch.eye(4)).float() - target).pow(2).mean()
 
 
+try:
+    error = torch.jit.script(error)
+except TypeError as reason:  # from torch, on Python 3.13
+    print("not scripted:", reason)
 model = torch.jit.script(Net())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=8)
