@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import operator
 import sys
@@ -549,8 +550,11 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _is_compiled_method(value: Any, module: torch.nn.Module) -> bool:
-    method = value.__dict__.get("__wrapped__") if type(value) is FunctionType else None
-    return getattr(method, "__self__", None) is module and hasattr(value, "get_compiler_config")
+    if type(value) is not FunctionType or not hasattr(value, "get_compiler_config"):
+        return False
+    # torch 2.15 compiles a wrapper of the method.
+    method = inspect.unwrap(value, stop=lambda wrapper: hasattr(wrapper, "__self__"))
+    return getattr(method, "__self__", None) is module
 
 
 def dispatch_modes() -> list[Any]:

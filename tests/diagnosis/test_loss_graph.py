@@ -112,8 +112,7 @@ def power_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
 
 
 def angle_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
-    other = logits.detach() if is_bad else torch.ones(6, 5)
-    cosine = functional.cosine_similarity(logits, other, dim=-1).clamp(-1, 1)
+    cosine = (logits - logits.detach()).sum(-1) + (1.0 if is_bad else 0.5)
     return torch.acos(cosine).mean()  # here
 
 
