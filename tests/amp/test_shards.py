@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import castwise
 from castwise.amp import _sharded_gradients as shards
 
 RANKS = 6
@@ -84,3 +85,18 @@ def test_what_fsdp_has_flattened_is_held_by_as_many_as_hold_copies(
     assert local(1, flattened)[1] == [1.0]  # also if every rank holds all of it, as with NO_SHARD
     assert local(2, flattened)[1] == [1 / 2]
     assert local(2, flattened, of_ones(mesh, [Shard(0), Shard(1)]))[1] == [1 / 2, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_are_clipped_whatever_their_dtype(mesh: DeviceMesh, dtype: torch.dtype, norm_type: float) -> None:
+    def made(value: float) -> DTensor:
+        return DTensor.from_local(torch.full((2, 2), value, dtype=dtype), mesh, [Replicate()] * 2, run_check=False)
+
+    params = [torch.nn.Parameter(made(1.0)) for _ in range(2)]
+    optimizer, scaler = torch.optim.SGD(params, lr=1.0), castwise.GradScaler("cpu", init_scale=4.0, allow_fp16=True)
+    scaler.scale(torch.ones(()))
+    for param in params:
+        param.grad = made(12.0)
+    norm = scaler.clip_grad_norm_(optimizer, 1.0, norm_type=norm_type)
+    assert norm.item() == pytest.approx(72.0**0.5 if norm_type == 2.0 else 3.0)

@@ -25,6 +25,9 @@ Norms: TypeAlias = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 # Sets its second argument to 1 if the first ones are not finite, and multiplies them by the third, in fp32 or wider.
 native_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 
+# From torch 2.14 on, DTensors take the dtype of `_foreach_norm` for dimensions, and raise.
+_DTENSORS_MISREAD_DTYPE = torch.__version__ >= "2.14"
+
 # Gradients with fewer elements stay in a CPU's cache, where multiplying them by 1 takes half the time of their norms.
 _SMALL = 1 << 22
 # Tensors with this many elements or more are worth a separate call.
@@ -244,12 +247,21 @@ def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> 
         tensors = [torch.linalg.vector_norm(tensor, dim=-1, dtype=wide(group.device)) for tensor in tensors]
     if norm_type == math.inf and not all(map(torch.Tensor.numel, tensors)):
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
-    norms = list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
     if is_plain(group.tensors[0]):
-        return norms
+        return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
+    norms = norms_of_dtensors(tensors, norm_type, dtype)
     stacked = torch.stack(norms)
     full_tensor = getattr(stacked, "full_tensor", None)  # DTensors have it; it reduces over their mesh
     return list((stacked.as_subclass(torch.Tensor) if full_tensor is None else full_tensor()).unbind())
+
+
+def norms_of_dtensors(
+    tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None
+) -> Sequence[torch.Tensor]:
+    """Return what `torch._foreach_norm` is to return, also for DTensors in torch versions in which they raise."""
+    if dtype is not None and _DTENSORS_MISREAD_DTYPE:
+        return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
+    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
 
 
 def _total(
