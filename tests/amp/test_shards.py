@@ -94,7 +94,10 @@ def test_gradients_are_clipped_whatever_their_dtype(mesh: DeviceMesh, dtype: tor
         return DTensor.from_local(torch.full((2, 2), value, dtype=dtype), mesh, [Replicate()] * 2, run_check=False)
 
     params = [torch.nn.Parameter(made(1.0)) for _ in range(2)]
-    optimizer, scaler = torch.optim.SGD(params, lr=1.0), castwise.GradScaler("cpu", init_scale=4.0, allow_fp16=True)
+    optimizer, scaler = (
+        torch.optim.SGD(params, lr=1.0),
+        castwise.GradScaler("cpu", init_scale=4.0, allow_fp16_gradients=True),
+    )
     scaler.scale(torch.ones(()))
     for param in params:
         param.grad = made(12.0)
