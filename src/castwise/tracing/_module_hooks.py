@@ -3,8 +3,8 @@
 Torch behaves differently in two places if a module has hooks. In evaluation, `nn.TransformerEncoderLayer` does not use
 its fused kernel, which under autocast returns other values in another dtype. And `torch.compile` traces hooks into its
 graphs, guards on them, and compiles `torch.nn` forwards that it otherwise skips. So hooks are removed before torch
-checks for them, and put back afterwards. The exception is a module with hooks of the user, because torch.compile guards
-on their number.
+checks for them, and put back afterwards. The exception is a module whose number of hooks torch.compile guards on, such
+as one with hooks of the user.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from castwise._guard import Guard
 from castwise._registered_hooks import hooks_of
 from castwise._torch_private import (
+    is_compiled,
     is_dynamo_active,
     never_traced,
     only_inlined,
@@ -31,6 +32,8 @@ from castwise._torch_private import (
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], None]
+
+_GUARDS_REPLACED_FORWARDS = torch.__version__ >= "2.15"
 
 # The tensors whose requires_grad nn.TransformerEncoderLayer checks, besides its input, before using its fused kernel.
 _FUSED = {
@@ -129,7 +132,7 @@ class ModuleHooks:
             self._put_on(self._suspended.pop())
 
     def _put_on(self, pair: _Pair) -> None:
-        if not (self._has_compiled and pair.has_user_hooks):
+        if not (self._has_compiled and pair.is_guarded):
             pair.put_on(self._enter, self._guard)
 
     def _enter(self, pair: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], under_dynamo: bool) -> None:
@@ -165,13 +168,18 @@ class _Pair:
         return bool(self._handles)
 
     @property
-    def has_user_hooks(self) -> bool:
-        """Whether the module has hooks of the user.
+    def is_guarded(self) -> bool:
+        """Whether Dynamo guards on the number of the module's hooks, and would recompile if ours were put back.
 
-        Dynamo then guards on their number, and would recompile the caller at each call if our hooks were put back.
+        It does if the module has hooks of the user. From torch 2.15 on, it also does if the module's own `forward`
+        replaces that of its class, or if `module.compile()` was called.
         """
         module = self.module()
-        methods = () if module is None else (module.register_forward_pre_hook, module.register_forward_hook)
+        if module is None:
+            return False
+        if _GUARDS_REPLACED_FORWARDS and ("forward" in vars(module) or is_compiled(module)):
+            return True
+        methods = (module.register_forward_pre_hook, module.register_forward_hook)
         return any(not isinstance(hook, _Hook) for register in methods for hook in hooks_of(register).values())
 
     def put_on(
