@@ -33,7 +33,7 @@ from castwise._torch_private import (
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], None]
 
-_GUARDS_REPLACED_FORWARDS = torch.__version__ >= "2.15"
+_GUARDS_REPLACED_FORWARDS = torch.__version__ >= "2.14"
 
 # The tensors whose requires_grad nn.TransformerEncoderLayer checks, besides its input, before using its fused kernel.
 _FUSED = {
@@ -171,7 +171,7 @@ class _Pair:
     def is_guarded(self) -> bool:
         """Whether Dynamo guards on the number of the module's hooks, and would recompile if ours were put back.
 
-        It does if the module has hooks of the user. From torch 2.15 on, it also does if the module's own `forward`
+        It does if the module has hooks of the user. From torch 2.14 on, it also does if the module's own `forward`
         replaces that of its class, or if `module.compile()` was called.
         """
         module = self.module()
