@@ -35,6 +35,7 @@ __all__ = [
     "are_functorch_transforms_active",
     "at_the_end_of_this_backward",
     "backward_running",
+    "backwards_have_state_around",
     "backwards_without_autocast",
     "buffers_in",
     "children_in",
@@ -306,11 +307,17 @@ def backwards_without_autocast() -> Any:
     A user's own setting is kept, unless it equals torch's default: the two cannot be distinguished. Without the module,
     compiled backwards of a policy's inner regions run in the outer one's state.
     """
-    config = _find("torch._functorch", "config")
-    # Before torch 2.13 the setting is shared by all threads; the name exists there too.
-    if torch.__version__ < "2.13" or getattr(config, "backward_pass_autocast", None) != "same_as_forward":
+    # Before torch 2.13 the setting is shared by all threads.
+    if torch.__version__ < "2.13" or not backwards_have_state_around():
         return None
-    return config.patch(backward_pass_autocast="off")
+    return _find("torch._functorch", "config").patch(backward_pass_autocast="off")
+
+
+@only_inlined
+def backwards_have_state_around() -> bool:
+    """Return True if compiled backwards run in the autocast state around the compiled function, torch's default."""
+    config = _find("torch._functorch", "config")
+    return getattr(config, "backward_pass_autocast", None) == "same_as_forward"
 
 
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:

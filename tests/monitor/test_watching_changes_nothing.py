@@ -310,8 +310,11 @@ def test_what_is_compiled_is_the_same_as_without_a_watch(
     torch.manual_seed(0)
     model = nn.Sequential(Block(breaks), encoder_layer())
     by_itself = copy.deepcopy(model)
+    try:
+        expected_graphs, expected_caught, expected = compiled_run(by_itself, compiled, None, tmp_path)
+    except torch._dynamo.exc.TorchRuntimeError as error:  # torch 2.11 does not compile the fused encoder layer
+        pytest.skip(f"torch does not compile this model: {error}")
     graphs, caught, seen = compiled_run(model, compiled, WATCHED[how], tmp_path)
-    expected_graphs, expected_caught, expected = compiled_run(by_itself, compiled, None, tmp_path)
     assert graphs == expected_graphs
     assert [text for text in caught if "is still running" not in text] == [  # of a compiler's process
         text for text in expected_caught if "is still running" not in text

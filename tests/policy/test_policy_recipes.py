@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recipes.kernels import needs_kernels
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -214,8 +215,8 @@ def test_a_checkpoint_runs_the_recipe_again(use_reentrant: bool) -> None:
     ("recipe", "backend"),
     [
         *[(recipe, "emulated") for recipe in ("float8_tensorwise", "float8_blockwise", "mxfp8", "nvfp4")],
-        ("float8_rowwise_with_gw_hp", "torch"),
-        ("float8_rowwise", "torchao"),
+        pytest.param("float8_rowwise_with_gw_hp", "torch", marks=needs_kernels),
+        pytest.param("float8_rowwise", "torchao", marks=needs_kernels),
     ],
 )
 def test_compiled_models_compute_the_same_without_a_break(recipe: str, backend: str) -> None:
@@ -241,6 +242,7 @@ def test_inductor_computes_a_recipe_up_to_roundings_that_it_leaves_out() -> None
         torch.testing.assert_close(mine, other, rtol=0.2, atol=0.1 * other.abs().max().item())
 
 
+@needs_kernels
 def test_torchaos_layers_compute_what_emulation_does() -> None:
     pytest.importorskip("torchao")
     model = Model()

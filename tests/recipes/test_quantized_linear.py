@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.recipes.kernels import needs_kernels
 from torch import nn
 
 from castwise._recipes.quantized_linear import linear
@@ -71,6 +72,7 @@ def test_nan_and_inf_give_what_torchao_gives(recipe: str, value: float) -> None:
         torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
+@needs_kernels
 @pytest.mark.parametrize("recipe", TORCHAOS)
 def test_torchs_kernels_compute_the_same_products(recipe: str) -> None:
     """Both add up in fp32, in other orders, and round the result once to the dtype of the output."""

@@ -96,12 +96,14 @@ class Settings:
 
 
 def _region(base: type[autocast], settings: Settings) -> type[autocast]:
+    enter_base: Callable[[Any], Any] = base.__enter__  # looked up here: Dynamo of torch 2.11 finds `enter` instead
+
     def enter(self: Any) -> Any:
         if is_dynamo_compiling():  # which cannot trace `Settings`, not even as a variable of this function
             warn("the policy and the weight cache do not apply to regions inside compiled code", UserWarning)
         else:
             self._settings.apply(self)
-        return base.__enter__(self)
+        return enter_base(self)
 
     namespace = {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__, "_settings": settings}
     with warnings.catch_warnings():

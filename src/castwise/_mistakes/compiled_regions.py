@@ -8,7 +8,7 @@ import torch
 
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place
-from castwise._torch_private import backwards_without_autocast, lines_traced
+from castwise._torch_private import backwards_have_state_around, lines_traced
 from castwise.amp import autocast_mode
 
 
@@ -31,8 +31,7 @@ class CompiledRegions(Finder):
     def compiled(self, device_type: str, enabled: bool) -> None:
         """Report a disabled region whose backward is compiled with the autocast state around the function."""
         around = next((outer for device, outer in reversed(self._around) if device == device_type), False)
-        is_default = backwards_without_autocast() is not None
-        if enabled or not around or not is_default or not torch.is_grad_enabled():
+        if enabled or not around or not backwards_have_state_around() or not torch.is_grad_enabled():
             return
         *_, (file, line), _, _ = lines_traced()  # the innermost two are the region's own
         if file == autocast_mode.__file__:  # custom_fwd, whose backward has its own state
