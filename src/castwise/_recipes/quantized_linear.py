@@ -129,7 +129,9 @@ def _product(
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     # With `out=`, which autocast does not cast: a backward may run inside a region.
-    return torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+    product = torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
+    # A backward that torch 2.11 compiles returns zeros instead of a tensor that `out=` has filled.
+    return product.clone() if is_dynamo_compiling() else product
 
 
 def _as_stored(quantized: Quantized, by: Scaling) -> Quantized:
