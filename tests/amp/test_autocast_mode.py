@@ -112,6 +112,19 @@ def test_one_region_entered_again_while_active_puts_back_what_torch_forgets(dtyp
     assert state() == before
 
 
+@pytest.mark.parametrize("region", [torch.autocast, autocast])
+def test_casts_stay_if_the_function_that_clears_them_is_replaced(region: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2)
+    clear = torch.clear_autocast_cache
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: None)
+    casts = []
+    for _ in range(2):
+        with region("cpu", dtype=BF16):
+            casts.append((x @ weight).grad_fn.next_functions[1][0])
+    clear()
+    assert casts[0] is casts[1]
+
+
 def test_one_region_shared_by_threads_gives_each_its_own_state_back() -> None:
     region = autocast("cpu", dtype=FP16)
     barrier = threading.Barrier(4)

@@ -255,13 +255,11 @@ def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> 
     return list((stacked.as_subclass(torch.Tensor) if full_tensor is None else full_tensor()).unbind())
 
 
-def norms_of_dtensors(
-    tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None
-) -> Sequence[torch.Tensor]:
+def norms_of_dtensors(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Return what `torch._foreach_norm` is to return, also for DTensors in torch versions in which they raise."""
     if dtype is not None and _DTENSORS_MISREAD_DTYPE:
         return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
-    return torch._foreach_norm(tensors, norm_type, dtype=dtype)
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
 def _total(

@@ -23,7 +23,6 @@ import torch
 from torch import (
     autocast_decrement_nesting,
     autocast_increment_nesting,
-    clear_autocast_cache,
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
@@ -287,7 +286,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if entry.before is not None:
             self._entries[thread] = entry.before
         if autocast_decrement_nesting() == 0:
-            clear_autocast_cache()
+            torch.clear_autocast_cache()  # by its name, which tests replace
         set_autocast_enabled(device, entry.enabled)
         set_autocast_dtype(device, entry.dtype)
         set_autocast_cache_enabled(entry.cache_enabled)
