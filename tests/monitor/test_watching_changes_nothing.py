@@ -313,6 +313,7 @@ def test_what_is_compiled_is_the_same_as_without_a_watch(
     try:
         expected_graphs, expected_caught, expected = compiled_run(by_itself, compiled, None, tmp_path)
     except torch._dynamo.exc.TorchRuntimeError as error:  # torch 2.11 does not compile the fused encoder layer
+        assert torch.__version__ < "2.13"
         pytest.skip(f"torch does not compile this model: {error}")
     graphs, caught, seen = compiled_run(model, compiled, WATCHED[how], tmp_path)
     assert graphs == expected_graphs

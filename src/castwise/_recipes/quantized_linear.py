@@ -16,6 +16,9 @@ from castwise._recipes.listeners import Operand, Telling
 from castwise._recipes.recipe import Recipe
 from castwise._recipes.scalings import Quantized, Scaling
 
+# A backward that torch 2.11 compiles returns zeros instead of a tensor that `out=` has filled; 2.13 does not.
+_LOSES_OUT = torch.__version__ < "2.13"
+
 Weights = Callable[[torch.Tensor, Scaling, bool], Quantized]
 """Returns a quantized weight, computed or cached; the third argument tells whether it is transposed."""
 
@@ -130,8 +133,7 @@ def _product(
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     # With `out=`, which autocast does not cast: a backward may run inside a region.
     product = torch.mm(left, right, out=left.new_empty(left.shape[0], right.shape[1]))
-    # A backward that torch 2.11 compiles returns zeros instead of a tensor that `out=` has filled.
-    return product.clone() if is_dynamo_compiling() else product
+    return product.clone() if _LOSES_OUT and is_dynamo_compiling() else product
 
 
 def _as_stored(quantized: Quantized, by: Scaling) -> Quantized:

@@ -247,17 +247,17 @@ def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> 
         tensors = [torch.linalg.vector_norm(tensor, dim=-1, dtype=wide(group.device)) for tensor in tensors]
     if norm_type == math.inf and not all(map(torch.Tensor.numel, tensors)):
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    norms = foreach_norm(tensors, norm_type, dtype)
     if is_plain(group.tensors[0]):
-        return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
-    norms = norms_of_dtensors(tensors, norm_type, dtype)
+        return norms
     stacked = torch.stack(norms)
     full_tensor = getattr(stacked, "full_tensor", None)  # DTensors have it; it reduces over their mesh
     return list((stacked.as_subclass(torch.Tensor) if full_tensor is None else full_tensor()).unbind())
 
 
-def norms_of_dtensors(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return what `torch._foreach_norm` is to return, also for DTensors in torch versions in which they raise."""
-    if dtype is not None and _DTENSORS_MISREAD_DTYPE:
+def foreach_norm(tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the norm of each tensor as `torch._foreach_norm` does, also of DTensors for which it raises."""
+    if _DTENSORS_MISREAD_DTYPE and dtype is not None and not all(map(is_plain, tensors)):
         return [torch.linalg.vector_norm(tensor, norm_type, dtype=dtype) for tensor in tensors]
     return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 

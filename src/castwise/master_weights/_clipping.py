@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from castwise.amp._iteration import Snapshot
-from castwise.amp._measure import norms_of_dtensors
+from castwise.amp._measure import foreach_norm
 from castwise.master_weights._buckets import local
 
 
@@ -108,9 +108,7 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
         here = {index: grad for index, grad in enumerate(grads) if (grad.dtype.itemsize < 4) is is_low}
         if here:
             dtype = torch.float32 if is_low else None
-            is_plain = not any(hasattr(grad, "to_local") for grad in here.values())
-            foreach_norm = torch._foreach_norm if is_plain else norms_of_dtensors
-            norms.update(zip(here, foreach_norm([*here.values()], norm_type, dtype=dtype), strict=True))
+            norms.update(zip(here, foreach_norm([*here.values()], norm_type, dtype), strict=True))
     return [norms[index] for index in range(len(grads))]
 
 
