@@ -1,5 +1,6 @@
 """Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and how tests share processes."""
 
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -25,6 +26,15 @@ def _emulated_formats_were_warned_of() -> None:
         warnings.simplefilter("ignore")
         for dtype in (torch.bfloat16, torch.float16):
             castwise.autocast("cpu", dtype=dtype)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_imports_made_is_not_searched() -> None:
+    """Castwise looks for models among all objects of the process, in hundreds of tests. Those of imports have none."""
+    import torch._dynamo  # as the first optimizer does
+
+    gc.collect()
+    gc.freeze()
 
 
 # Files with fixtures that take many seconds, once for all their tests that are in one process. So are the blocks of a
