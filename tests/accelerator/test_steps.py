@@ -349,3 +349,53 @@ def test_a_scale_that_compiled_code_creates() -> None:
         compiled.scaler.step(compiled.optimizer)
         compiled.scaler.update()
     assert compiled.state() == plain.state()
+
+
+def over_all_gradients(counted: Counted) -> int:
+    """Return how often all gradients were read."""
+    return sum(launches for op, (launches, _, _) in counted.ops.items() if "_foreach_" in op)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_that_is_slow_in_fp64_adds_up_squares_of_unscaled_gradients_in_fp32(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("castwise.amp._measure.sums_in_fp64", lambda device: False)
+    dtypes = set[Any]()
+    foreach_norm = torch._foreach_norm
+
+    def noted(tensors: Any, ord: Any = 2, dtype: Any = None) -> Any:
+        dtypes.add(dtype)
+        return foreach_norm(tensors, ord, dtype=dtype)
+
+    monkeypatch.setattr(torch, "_foreach_norm", noted)
+    ours, theirs = Training(castwise, kind, "clip_grad_norm_"), Training(torch.amp, kind, "unscale_ and torch's")
+    weights, passes = [], []
+    for training in (ours, theirs):
+        for step, batch in enumerate(batches(6)):
+            training.backward(batch)
+            grads = [param.grad for param in training.model.parameters()]
+            with torch.no_grad():
+                torch._foreach_mul_(grads, 1e19 if step else 1.0)  # scaled, their squares are above fp32
+            dtypes.clear()
+            with Counted() as counted:
+                training.clip()
+                training.scaler.step(training.optimizer)
+                training.scaler.update()
+        passes.append(over_all_gradients(counted))
+        weights.append(bits(training.model.parameters()))
+    assert weights[0] == weights[1]
+    assert passes[0] <= passes[1]
+    assert torch.float64 not in dtypes
+    assert ours.scaler.get_scale() == theirs.scaler.get_scale() > 2.0**10
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0**-20])
+def test_headroom_measures_gradients_and_needs_no_other_read_to_find_what_unscaling_makes_infinite(
+    scale: float,
+) -> None:
+    headroom, static = (
+        over_all_gradients(counted_step(Training(castwise, "fused", "unscale_ and torch's", schedule=schedule)))
+        for schedule in (Headroom(scale, max_scale=scale), Static(2.0**10))
+    )
+    assert headroom == static + 1

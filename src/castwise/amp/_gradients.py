@@ -86,6 +86,10 @@ class Gradients:
             groups.append(Group(device, dtype, params, tensors, is_complex, kept, has_half))
         return Gradients(self.params, groups, self.repeat, self.share)
 
+    def has_fp16(self) -> bool:
+        """Return True if a gradient is in fp16."""
+        return any(group.dtype is torch.float16 for group in self.groups)
+
     def is_double(self) -> bool:
         """Return True if a gradient is in fp64."""
         return any(group.dtype is torch.float64 for group in self.groups)

@@ -7,6 +7,7 @@ there is doubt. On an accelerator the host must not read results, so the only wa
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -43,6 +44,18 @@ _EPSILON = ctypes.c_float(1e-6).value
 def wide(device: torch.device) -> torch.dtype:
     """Return the widest dtype that a device computes in."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def sums_in_fp64(device: torch.device) -> bool:
+    """Return True if a device adds up squares in fp64 about as fast as it reads fp32 numbers."""
+    return _has_fast_fp64(device.index) if device.type == "cuda" else device.type != "mps"
+
+
+@functools.cache
+def _has_fast_fp64(index: int) -> bool:
+    # Chips of data centres; those of AMD are 9.x. All others have at most 1/32 as many units for fp64 as for fp32 (CUDA C++
+    # Programming Guide, throughput of native arithmetic instructions).
+    return torch.cuda.get_device_capability(index) in {(6, 0), (7, 0), (8, 0), (9, 0), (9, 4), (9, 5), (10, 0)}
 
 
 def reciprocal(scale: torch.Tensor) -> torch.Tensor:
@@ -215,7 +228,8 @@ def norm_of(
     """Return the p-norm of all gradients together, still scaled, shape (), on `scale`'s device; and the norm of each.
 
     On a CPU it is computed as in torch, in the dtype of the gradients, or in fp64 if fp32 cannot hold the squares. On
-    an accelerator, sums are computed in fp64.
+    an accelerator, sums are computed in fp64, but those of fp32 gradients in fp32 if the device is slow in fp64: such
+    gradients have to be unscaled before, as in torch.
 
     Args:
         groups: The gradients.
@@ -234,13 +248,20 @@ def norm_of(
     return total, [(group.params, of_group) for group, of_group in zip(groups, norms, strict=True)]
 
 
+def needs_unscaling(group: Group) -> bool:
+    """Return True if a group's squares are added up in fp32, which may not hold those of scaled gradients."""
+    is_fp32 = group.dtype is torch.float32 and not group.has_half  # unscaling would round 16-bit gradients
+    return is_fp32 and not sums_in_fp64(group.device)
+
+
 def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     """Return the norm of each tensor; norms of DTensors are the same on all ranks of their mesh."""
     tensors = group.tensors
     on_accelerator = group.device.type != "cpu"
     if dtype is None and (on_accelerator or group.dtype is torch.float16):
         # The largest value fits into fp32; sums may need more.
-        dtype = _at_least_fp32(group.dtype) if norm_type == math.inf or not on_accelerator else wide(group.device)
+        in_fp64 = on_accelerator and norm_type != math.inf and not needs_unscaling(group)
+        dtype = wide(group.device) if in_fp64 else _at_least_fp32(group.dtype)
     elif dtype is None and group.has_half:
         dtype = torch.float32
     if group.is_complex and norm_type != 2.0:

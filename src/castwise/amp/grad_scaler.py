@@ -417,10 +417,12 @@ class GradScaler(torch.amp.GradScaler):
             )
         else:
             grads = collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement)
-            if self._rule.needs_largest:
-                self._note_largest(record, grads)
             found = {}
             may_overflow = scale.is_cpu or self._scale_bound.of(scale) < 1.0
+            if self._rule.needs_largest and record.largest is None:
+                self._note_largest(record, grads)
+                if may_overflow and record.largest is not None and not grads.has_fp16():
+                    found[scale.device], may_overflow = measure.nonfinite([record.largest]), False
             for factor, groups in self._factors(record, grads):
                 measure.multiply_(groups, factor, found)
                 if may_overflow:
@@ -578,7 +580,7 @@ class GradScaler(torch.amp.GradScaler):
             in_fp32._check_not_clipped_by_value()
         # A fused step computes in fp32, so fp16 gradients are allowed, as in torch.
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
-        grads = self._gradients_to_clip(record, allow_fp16=allow_fp16)
+        grads = self._gradients_to_clip(record, norm_type, allow_fp16=allow_fp16)
         # A step would unscale a repeated gradient once per occurrence.
         is_left_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
         as_stepped = grads.measured_in_fp32() if record.info.steps_in_fp32 and not grads.repeat else grads
@@ -601,17 +603,19 @@ class GradScaler(torch.amp.GradScaler):
         record.norms, record.norm = norms, clip.norm
         return clip.norm if not grads.groups else clip.norm.to(grads.groups[0].device)
 
-    def _gradients_to_clip(self, record: OptimizerRecord, *, allow_fp16: bool) -> Gradients:
+    def _gradients_to_clip(self, record: OptimizerRecord, norm_type: float, *, allow_fp16: bool) -> Gradients:
         """Collect gradients that all are multiplied by the same number.
 
-        They are unscaled first if some of them are already, or if a subclass has its own `_unscale_grads_`.
+        They are unscaled first if some of them are already, if a subclass has its own `_unscale_grads_`, or if the
+        device adds up their squares in fp32.
         """
         optimizer, agreement = record.optimizer, self._agreement
         grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         if self._rule.needs_largest:
             self._note_largest(record, grads)
         has_unscaled = self._optimizers.shared.unscaled and self._has_unscaled(grads.params)
-        if record.state.awaits_unscaling and (has_unscaled or self._replaces_unscaling()):
+        in_fp32 = norm_type != math.inf and any(map(measure.needs_unscaling, grads.groups))
+        if record.state.awaits_unscaling and (has_unscaled or in_fp32 or self._replaces_unscaling()):
             self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
             grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         return grads
@@ -653,7 +657,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> measure.Clip:
         """Unscale and clip gradients in place; return the numbers with what that has found."""
         state = record.state
-        if state.awaits_unscaling and any(group.dtype is torch.float16 for group in grads.groups):
+        if state.awaits_unscaling and grads.has_fp16():
             # Unscaling may make an fp16 gradient infinite even if the norm is finite.
             self._unscale(record, allow_fp16=True, may_unscale=True)
             found_infs = [clip.found_inf, *record.found_inf_per_device.values()]
