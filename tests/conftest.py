@@ -1,6 +1,7 @@
 """Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and how tests share processes."""
 
 import gc
+import importlib
 import os
 import warnings
 from pathlib import Path
@@ -31,8 +32,7 @@ def _emulated_formats_were_warned_of() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _what_imports_made_is_not_searched() -> None:
     """Castwise looks for models among all objects of the process, in hundreds of tests. Those of imports have none."""
-    import torch._dynamo  # as the first optimizer does
-
+    importlib.import_module("torch._dynamo")  # as the first optimizer does
     gc.collect()
     gc.freeze()
 
