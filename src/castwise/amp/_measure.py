@@ -53,7 +53,9 @@ def sums_in_fp64(device: torch.device) -> bool:
 
 @functools.cache
 def _has_fast_fp64(index: int) -> bool:
-    # Chips of data centres; those of AMD are 9.x. All others have at most 1/32 as many units for fp64 as for fp32 (CUDA C++
+    if not torch.cuda.is_available():
+        return True  # fake tensors
+    # Chips of data centres; AMD's are 9.x. All others have at most 1/32 as many units for fp64 as for fp32 (CUDA C++
     # Programming Guide, throughput of native arithmetic instructions).
     return torch.cuda.get_device_capability(index) in {(6, 0), (7, 0), (8, 0), (9, 0), (9, 4), (9, 5), (10, 0)}
 
