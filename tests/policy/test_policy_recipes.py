@@ -508,3 +508,26 @@ def test_that_a_recipe_is_emulated_is_said_once() -> None:
         "float8_tensorwise is emulated on this cpu: the results are those of the recipe"
     )
     assert only.filename == __file__
+
+
+def test_torchs_kernels_are_off_by_name_and_once_on_a_device_for_which_torch_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recipes, "WITHOUT_KERNELS", frozenset({"cpu"}))  # as with torch 2.11
+    recipes.SETTLED.clear()
+    model, rules = Model(), {"blocks": ROWWISE}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        bound = [Policy("bfloat16", rules, backend="torch").bind(model) for _ in range(2)]
+    (only,) = warned
+    assert str(only.message).startswith(
+        f"{ROWWISE} is emulated on this cpu, as torch {torch.__version__} has no kernels for it there: "
+    )
+    assert only.filename == __file__
+    text = str(Policy("bfloat16", rules, backend="torch").explain(model))
+    assert f"{ROWWISE} (emulated)" in text
+    assert f"{ROWWISE} (torch)" not in text
+    same(
+        results(model, model, bound[0]),
+        results(model, model, Policy("bfloat16", rules, backend="emulated").bind(model)),
+    )

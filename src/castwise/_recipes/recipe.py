@@ -15,6 +15,9 @@ BACKENDS = ("auto", "emulated", "torch", "torchao")
 DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
 """Types of devices on which the backend "torch" calls `scaled_mm`, whether or not the device supports it."""
 
+WITHOUT_KERNELS = frozenset({"cpu"} if torch.__version__ < "2.12" else ())
+"""Types of devices on which this release of torch has no `scaled_mm`, so that the backend "torch" is off."""
+
 Scalings = tuple[Scaling, Scaling]
 """The scalings of the two operands of a product."""
 
@@ -106,7 +109,7 @@ def runs_natively(recipe: Recipe, device: str | torch.device) -> bool:
 def kernels_on(recipe: Recipe, backend: str) -> frozenset[str]:
     """Return the types of devices on which a backend runs a recipe with torch's kernels; on others it is emulated."""
     if backend == "torch":
-        return frozenset(DEVICES)
+        return frozenset(DEVICES) - WITHOUT_KERNELS
     return frozenset({"cuda"} if backend == "auto" and runs_natively(recipe, "cuda") else ())
 
 
@@ -125,22 +128,27 @@ SETTLED: set[tuple[Recipe, str]] = set()
 """Recipes and types of devices that were already checked, so they do not warn again."""
 
 
-def warn_if_emulated(recipe: Recipe, device: str) -> None:
-    """Warn once per process, recipe and type of device that the backend "auto" emulates a recipe.
+def warn_if_emulated(recipe: Recipe, backend: str, device: str) -> None:
+    """Warn once per process, recipe and type of device that the backend "auto" or "torch" emulates a recipe.
 
     Args:
         recipe: The recipe.
+        backend: The backend of the policy.
         device: The `type` of a device.
 
     Warns:
-        UserWarning: The recipe does not run natively on the device.
+        UserWarning: The recipe does not run natively on the device, or torch has no kernels for the backend "torch".
     """
-    if (recipe, device) in SETTLED:
+    if backend not in ("auto", "torch") or (recipe, device) in SETTLED:
         return
+    if backend == "torch":
+        is_emulated, why = device in WITHOUT_KERNELS, f", as torch {torch.__version__} has no kernels for it there"
+    else:
+        is_emulated, why = not runs_natively(recipe, device), ""
     SETTLED.add((recipe, device))
-    if not runs_natively(recipe, device):
+    if is_emulated:
         warn(
-            f"{recipe.name} is emulated on this {device}: the results are those of the recipe, but not the speed. Pass "
-            'backend="emulated" to silence this warning, or see `castwise doctor` for what runs natively',
+            f"{recipe.name} is emulated on this {device}{why}: the results are those of the recipe, but not the speed. "
+            'Pass backend="emulated" to silence this warning, or see `castwise doctor` for what runs natively',
             UserWarning,
         )

@@ -126,8 +126,8 @@ class BoundPolicy:
         self._ruled: list[_RuledForward] = []
         rules = list(self._rules(decisions))  # first, so that a backend error leaves the model unchanged
         for decision in decisions:
-            if decision.recipe and policy.backend == "auto":
-                warn_if_emulated(RECIPES[decision.recipe], decision.device_of_weight)
+            if decision.recipe:
+                warn_if_emulated(RECIPES[decision.recipe], policy.backend, decision.device_of_weight)
         for decision, rule in rules:
             if rule.recipe is not None and (whose := _other_forward(decision.module)):
                 self.unbind()  # undoes what earlier turns of this loop have set

@@ -123,7 +123,8 @@ class Policy:
         backend: The implementation of recipes. `"emulated"` runs anywhere: it quantizes, dequantizes and multiplies in
             fp32, or in bf16 where that is exact. `"torch"` uses `torch.nn.functional.scaled_mm`, and `"torchao"` uses
             torchao's `Float8Linear` (the extra `castwise[torchao]`); both support the first three recipes. `"auto"`,
-            the default, uses torch's kernels on devices with units for the recipe, and warns once if it emulates.
+            the default, uses torch's kernels on devices with units for the recipe. `"auto"` and `"torch"`, which has no
+            kernels on CPUs before torch 2.12, warn once if they emulate.
 
     Raises:
         TypeError: An argument has the wrong type.
