@@ -225,6 +225,21 @@ def test_every_class_is_one_of_torchs_class_at_the_same_path(module: str, name: 
         assert isinstance(instance, theirs)
 
 
+def test_private_classes_are_derived_from_torchs_that_they_stand_in_for() -> None:
+    places = {(module, name) for module, name in PLACES if name.startswith("_")}
+    places |= {
+        (module, name) for module, names in OTHER_NAMES.items() for name, where in names.items() if where == "ours"
+    }
+    pairs = {
+        (module, name): (getattr(importlib.import_module(f"torch.{module}"), name, None), find(castwise, module, name))
+        for module, name in places
+    }
+    classes = {place[1]: issubclass(ours, theirs) for place, (theirs, ours) in pairs.items() if inspect.isclass(theirs)}
+    new = {"_UnmanagedAutocast"} if torch.__version__ >= "2.12" else set()
+    assert classes.keys() == {"_MultiDeviceReplicator", "_GeneralMultiDeviceReplicator", *new}
+    assert all(classes.values()), classes
+
+
 @pytest.mark.parametrize("cls", ["autocast", "GradScaler"])
 def test_every_method_has_torchs_signature(cls: str) -> None:
     theirs, ours = getattr(torch.amp, cls), getattr(castwise, cls)

@@ -1,4 +1,4 @@
-"""Which devices support mixed precision, and copies of a tensor on several devices."""
+"""Which devices support mixed precision."""
 
 from __future__ import annotations
 
@@ -15,20 +15,6 @@ from castwise._warnings import warn
 from castwise.amp import _torch_words as torch_words
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
-
-
-class MultiDeviceReplicator:
-    """Copies of a tensor on several devices, each created on first use."""
-
-    def __init__(self, master_tensor: torch.Tensor) -> None:
-        self.master = master_tensor
-        self.copies: dict[torch.device, torch.Tensor] = {}
-
-    def get(self, device: torch.device) -> torch.Tensor:
-        """Return the copy on `device`, never the master tensor itself, so callers may write to it."""
-        if device not in self.copies:
-            self.copies[device] = self.master.to(device, non_blocking=True, copy=True)
-        return self.copies[device]
 
 
 def is_autocast_available(device_type: str) -> bool:

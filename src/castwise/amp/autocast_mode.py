@@ -30,6 +30,7 @@ from torch import (
     set_autocast_dtype,
     set_autocast_enabled,
 )
+from torch.amp import autocast_mode as torchs
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self
 
@@ -350,7 +351,10 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
 _TRACING = 0  # not the ident of a thread: while Dynamo traces, threads do not matter
 
 
-class _UnmanagedAutocast(autocast):
+_UnmanagedInTorch: Any = getattr(torchs, "_UnmanagedAutocast", torch.autocast)  # torch 2.11 has none
+
+
+class _UnmanagedAutocast(autocast, _UnmanagedInTorch):  # type: ignore[misc]  # a class, but not on every version
     """A region of `_enter_autocast`, which no `with` statement ends."""
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast, overload
 
 import torch
+from torch.amp import grad_scaler as torchs
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -37,7 +38,6 @@ from castwise.amp import _torch_words as torch_words
 from castwise.amp._after_step import AfterSteps, LastStep, advance_of
 from castwise.amp._agreement import Agreement, Ranks
 from castwise.amp._checks import check_scale
-from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator  # noqa: F401  # torch has it here
 from castwise.amp._devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp._fp32_steps import StepsInFP32, steps_in_fp32
 from castwise.amp._gradients import Gradients, Group, collect, params_and_grads, params_of
@@ -62,6 +62,20 @@ __all__ = ["GradScaler", "OptState"]
 
 # The defaults of torch's signature, distinguished by identity from equal numbers that a caller passes.
 INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
+
+
+class _MultiDeviceReplicator(torchs._MultiDeviceReplicator):
+    """Copies of a tensor on several devices, each created on first use."""
+
+    def __init__(self, master_tensor: torch.Tensor) -> None:
+        self.master = master_tensor
+        self._per_device_tensors: dict[torch.device, torch.Tensor] = {}
+
+    def get(self, device: torch.device) -> torch.Tensor:
+        """Return the copy on `device`, never the master tensor itself, so callers may write to it."""
+        if device not in self._per_device_tensors:
+            self._per_device_tensors[device] = self.master.to(device, non_blocking=True, copy=True)
+        return self._per_device_tensors[device]
 
 
 def _refresh_per_optimizer_state() -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import sharded_grad_scaler as torchs
 
 from castwise.amp import _torch_words as torch_words
 from castwise.amp._agreement import Agreement, Ranks
-from castwise.amp._devices import MultiDeviceReplicator as _MultiDeviceReplicator
 from castwise.amp._devices import custom_backend
 from castwise.amp._schedules import Schedule
 from castwise.amp.grad_scaler import (
@@ -25,6 +24,7 @@ from castwise.amp.grad_scaler import (
     INIT_SCALE,
     GradScaler,
     OptState,
+    _MultiDeviceReplicator,
     _refresh_per_optimizer_state,
 )
 
@@ -39,7 +39,7 @@ def _is_supported_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type in (*_TYPES, custom_backend())
 
 
-class _GeneralMultiDeviceReplicator(_MultiDeviceReplicator):
+class _GeneralMultiDeviceReplicator(_MultiDeviceReplicator, torchs._GeneralMultiDeviceReplicator):
     def __init__(self, master_tensor: torch.Tensor) -> None:
         if not _is_supported_device(master_tensor):
             ours = ValueError(
