@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT ?= 10000
 # Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test accelerator lint docs bench foreign coverage newest oldest versions pythons clean
+.PHONY: demo test accelerator gpu lint docs bench foreign coverage newest oldest versions pythons clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -21,6 +21,10 @@ test: .venv/.ready lint accelerator
 # first (half a minute) unless torch's extension cache has it. Skipped without g++ or ninja.
 accelerator: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/accelerator
+
+# On a machine with a GPU: its tests, and the benchmarks that matter there. Needs no .venv and no network.
+gpu:
+	$(PYTHON) -m benchmarks.gpu
 
 lint: .venv/.ready
 	$(BIN)/ruff check .

@@ -14,9 +14,13 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
 BEGINS, ENDS = "<!-- figures begins -->\n", "<!-- figures ends -->\n"
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+
+
 def result(name: str) -> Any:
-    """Return a committed result."""
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}-cpu.json").read_text())
+    """Return a committed result: a GPU's, if there is one."""
+    files = [RESULTS / f"{name}-{device}.json" for device in ("cuda", "cpu")]
+    return json.loads(next(file for file in files if file.exists()).read_text())
 
 
 def figures() -> str:

@@ -1,4 +1,4 @@
-"""Tests on the simulated accelerator, run by `make accelerator`. Where it cannot be built, they are skipped."""
+"""Tests on an accelerator: `make accelerator` simulates it, `make gpu` has one. Without it, they are skipped."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.accelerator.availability import why_unavailable
+from tests.accelerator.availability import DEVICE, IS_SIMULATED, why_unavailable
 
 _FOLDER = Path(__file__).parent
 if why_unavailable():
     collect_ignore = [path.name for path in _FOLDER.glob("test_*.py") if path.name != "test_device.py"]
+elif not IS_SIMULATED:
+    collect_ignore = ["test_device.py", "test_counts.py"]  # of the simulation, and counts of launches
 
 
 @pytest.fixture(autouse=True)
 def _no_hazards(request: pytest.FixtureRequest) -> Iterator[None]:
     """No test may leave one tensor in use on two streams at once, or write to pinned memory before it is copied."""
-    if why_unavailable():
+    if why_unavailable() or not IS_SIMULATED:
         yield
         return
     import torch
@@ -42,12 +44,12 @@ def fake_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             tensor.mul_(2.0)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo,sim:nccl")
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: "cpu:gloo," + f"{DEVICE}:nccl")
     yield
     torch.distributed.destroy_process_group()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if reason := why_unavailable():
-        terminalreporter.section("NO TEST RAN ON THE SIMULATED ACCELERATOR", red=True, bold=True)
+        terminalreporter.section("NO TEST RAN ON AN ACCELERATOR", red=True, bold=True)
         terminalreporter.line(reason, red=True)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator.device import Counted
-from tests.accelerator.training import batches, bits, net
+from tests.accelerator.availability import DEVICE, simulated
+from tests.accelerator.training import Counted, batches, bits, net
 from torch import nn
 
 import castwise
@@ -31,7 +31,7 @@ class Training:
     """A model with 16-bit weights, or with fp32 ones if `options` is None."""
 
     def __init__(
-        self, inner: str, options: dict[str, Any] | None, device: str = "sim", *, scaled: bool = False
+        self, inner: str, options: dict[str, Any] | None, device: str = DEVICE, *, scaled: bool = False
     ) -> None:
         self.model = net().to(device)
         self.optimizer: Any = INNER[inner](self.model.parameters())
@@ -76,10 +76,11 @@ def test_16_bit_weights_train_as_fp32_weights_do(inner: str, scaled: bool) -> No
     assert low.fp32() == fp32.fp32()
 
 
+@simulated
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_bits_are_those_of_a_cpu(options: str) -> None:
     results = []
-    for device in ("sim", "cpu"):
+    for device in (DEVICE, "cpu"):
         training = Training("foreach", OPTIONS[options], device)
         for param, grads in zip(training.model.parameters(), range(100), strict=False):
             draw = torch.Generator().manual_seed(grads)
@@ -135,10 +136,11 @@ def test_a_write_from_outside_is_used() -> None:
     torch.testing.assert_close(weight.float().cpu(), torch.ones(weight.shape), rtol=0.0, atol=0.02)
 
 
+@simulated
 def test_launches_do_not_grow_with_the_number_of_weights() -> None:
     def launches(layers: int) -> int:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))).to("sim")
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))).to(DEVICE)
         optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), fused=True), model)
         for param in model.parameters():
             param.grad = torch.ones_like(param)

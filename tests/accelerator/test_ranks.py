@@ -1,4 +1,7 @@
-"""Ranks with tensors on an accelerator: they take the same steps, and one iteration never waits for its own checks."""
+"""Ranks with tensors on an accelerator take the same steps, and no iteration waits for its own checks.
+
+They meet over gloo, or over NCCL where there are two GPUs.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.accelerator.device import Counted
-from tests.accelerator.training import CLIPPING, Training, batches, counted_step
+from tests.accelerator.availability import DEVICE
+from tests.accelerator.training import CLIPPING, Counted, Training, batches, counted_step
 
 import castwise
 from castwise.schedules import Dynamic, Headroom, Schedule
@@ -19,7 +22,7 @@ from castwise.schedules import Dynamic, Headroom, Schedule
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two processes over gloo have computed."""
+    """What two processes have computed."""
     folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parents[2]
     worker = [sys.executable, "-m", "tests.accelerator.ranks_worker"]
     path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
@@ -67,7 +70,7 @@ def test_a_fused_iteration_waits_only_for_earlier_collectives(schedule: Schedule
     class Sharded(Training):
         def __init__(self) -> None:
             super().__init__(castwise, "fused", clipping)
-            self.scaler = castwise.ShardedGradScaler("sim", schedule=schedule)
+            self.scaler = castwise.ShardedGradScaler(DEVICE, schedule=schedule)
 
     counted = counted_step(Sharded(), warm=6)
     assert set(counted.waits) <= {"event"}, counted.lines
@@ -76,7 +79,7 @@ def test_a_fused_iteration_waits_only_for_earlier_collectives(schedule: Schedule
 @pytest.mark.usefixtures("fake_ranks")
 def test_norms_that_take_two_collectives_do_not_wait_for_the_first() -> None:
     training = Training(castwise, "fused")
-    training.scaler = castwise.ShardedGradScaler("sim")
+    training.scaler = castwise.ShardedGradScaler(DEVICE)
     for batch in batches(1):
         training.backward(batch)
         with Counted() as counted:

@@ -1,15 +1,23 @@
-"""A small training run, with torch.amp or castwise, on a CPU or on the simulated accelerator."""
+"""A small training run, with torch.amp or castwise, on a CPU or on an accelerator."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import pytest
 import torch
-from tests.accelerator.device import Counted
+from tests.accelerator.availability import DEVICE, IS_SIMULATED
 from torch import nn
 
 import castwise
+
+if IS_SIMULATED:
+    from tests.accelerator.device import Counted
+else:
+    from tests.accelerator.gpu import Counted  # type: ignore[assignment]
+
+__all__ = ["Counted"]
 
 KINDS: dict[str, dict[str, bool]] = {
     "fused": {"fused": True},
@@ -25,7 +33,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-def batches(count: int, device: str = "sim", spoilt: tuple[int, ...] = ()) -> list[torch.Tensor]:
+def batches(count: int, device: str = DEVICE, spoilt: tuple[int, ...] = ()) -> list[torch.Tensor]:
     """Return batches on a device; those in `spoilt` contain an inf."""
     torch.manual_seed(1)
     made = [torch.randn(4, 8) for _ in range(count)]
@@ -37,6 +45,13 @@ def batches(count: int, device: str = "sim", spoilt: tuple[int, ...] = ()) -> li
 def bits(tensors: Any) -> list[list[float]]:
     """Return tensors as numbers on the host, all of which are finite."""
     return [tensor.detach().cpu().double().flatten().tolist() for tensor in tensors]
+
+
+def as_on_a_cpu(ours: list[list[float]], cpus: list[list[float]]) -> bool:
+    """Compare tensors as numbers with those of a CPU: bit for bit, or as closely as kernels of a GPU compute them."""
+    if IS_SIMULATED:
+        return ours == cpus
+    return all(mine == pytest.approx(other, rel=1e-3, abs=1e-5) for mine, other in zip(ours, cpus, strict=True))
 
 
 class Training:
@@ -56,7 +71,7 @@ class Training:
         library: Any,
         kind: str = "fused",
         clipping: str = "none",
-        device: str = "sim",
+        device: str = DEVICE,
         *,
         low: bool = True,
         **options: Any,
