@@ -137,6 +137,7 @@ NAMES = {
     "torch._dynamo.decorators:_dynamo_marked_constant": "constants in compiled code",
     "torch._dynamo.eval_frame:_torchdynamo_disable": "functions that Dynamo never traces",
     "torch._jit_internal:_jit_override_qualname": "torch.jit.script",
+    "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": "indices of samples in a dataset",
 }
 
 # Runs in the environment: imports as much of each name as is a module, and gets the rest as attributes.

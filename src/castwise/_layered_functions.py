@@ -21,10 +21,10 @@ class LayeredFunction:
 
     Args:
         name: The function's name.
-        modules: The modules that have it under this name.
+        modules: The modules, or the class, that have it under this name.
     """
 
-    def __init__(self, name: str, *modules: ModuleType) -> None:
+    def __init__(self, name: str, *modules: ModuleType | type) -> None:
         self._name, self._modules = name, modules
         self._layers: tuple[Layer, ...] = ()
         self.original: Any = None

@@ -24,11 +24,13 @@ import torch
 from castwise._warnings import warn
 
 __all__ = [
+    "NEXT_INDEX",
     "REPLICATE",
     "SAVED",
     "SAVED_SHAPE",
     "TO_COPY",
     "UNSCALES_IN_STEP",
+    "DataLoaderIterator",
     "PlainFunctions",
     "TorchDispatchMode",
     "after_tracing",
@@ -600,3 +602,9 @@ def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
         name = op.name().partition("::")[2]
         library.impl(name, functools.partial(kernel, op), "ADInplaceOrView", with_keyset=True)
     _kernels.append(library)
+
+
+# What iterates over a `DataLoader`, and its method that draws the indices of a batch. Without them, a diagnosis says
+# which sample of a batch is at fault, and not its index in the dataset.
+DataLoaderIterator: Any = _find("torch.utils.data.dataloader", "_BaseDataLoaderIter", object)
+NEXT_INDEX = "_next_index"

@@ -145,7 +145,7 @@ def test_a_product_that_overflows_fp16_is_to_be_kept_in_fp32() -> None:
     assert found.advice == f'keep last in fp32: castwise.autocast("cpu", policy={policy}.bind(model))'
     assert found.code == f'policy = {policy}\nwith castwise.autocast("cpu", policy=policy.bind(model)):'
     assert re.fullmatch(r"In the forward, aten.addmm in module last gives inf(, at .*)?\.", found.summary)
-    names = ("phase", "module", "op", "remedy", "advice", "code", "summary")
+    names = ("phase", "module", "op", "remedy", "advice", "code", "summary", "tried", "sample")
     record = DiagnosisRecord.of(3, "overflow", found).to_json()
     fields = {**{name: getattr(found, name) for name in names}, "text": str(found)}
     assert record == {"kind": "diagnosis", "step": 3, "cause": "overflow", "rank": None, **fields}

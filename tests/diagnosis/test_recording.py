@@ -281,7 +281,8 @@ def test_the_micro_batch_at_fault_is_found_with_its_random_numbers(record: Any) 
         step(model)
     state = torch.get_rng_state()
     assert recording.take().diagnose(1.0).module == "inner"
-    assert drawn == expected + expected[:2]
+    assert drawn[:5] == expected + expected[:2]
+    assert set(drawn[5:]) == {expected[1]}  # trials of the same micro-batch
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -429,8 +430,9 @@ def test_what_is_taken_is_diagnosed_once(record: Any) -> None:
     recording = record(model)
     step(model)
     taken = recording.take()
-    assert taken.diagnose(1.0) is taken.diagnose(1.0) is not None
-    assert len(calls) == 2
+    diagnosis, forwards = taken.diagnose(1.0), len(calls)
+    assert diagnosis is taken.diagnose(1.0) is not None
+    assert len(calls) == forwards
 
 
 def test_a_recording_that_fails_does_not_end_the_training(record: Any) -> None:

@@ -14,6 +14,7 @@ from tests.monitor import recorded
 from castwise._cli.report_text import print_runs
 from castwise._terminal import new_console
 from castwise.monitor import Run
+from castwise.report._html_report import write_report
 from castwise.report._summary import Level, Summary, end
 
 
@@ -102,11 +103,21 @@ def test_a_diagnosis_is_reported_with_the_ranges_of_its_inputs(tmp_path: Path, m
     )
     found = {"kind": "diagnosis", "step": 2, "cause": "non-finite loss", "phase": "forward", "module": "1"}
     found |= {"op": "aten.exp", "text": text, "advice": "look at its inputs"}
+    found |= {"tried": "finite without sample 3", "sample": "sample 3 of the batch, dataset[217]"}
     steps = [recorded.step(1, 2.0), recorded.step(2, 2.0, "non-finite loss"), recorded.step(3, 1.0)]
-    summary = Summary.of([Run.read(recorded.write(tmp_path, *steps, found))])
+    run = Run.read(recorded.write(tmp_path, *steps, found))
+    summary = Summary.of([run])
     (diagnosis,) = summary.record()["runs"][0]["findings"][0]["diagnoses"]
     inputs = ["float16 (4, 8), -1 .. 20", "float16 (4,), 0 .. 1"]
-    assert diagnosis == {"module": "1", "op": "aten.exp", "line": "C:\\net.py:31", "inputs": inputs, "code": ""}
+    known = {"module": "1", "op": "aten.exp", "line": "C:\\net.py:31", "inputs": inputs, "code": ""}
+    samples = [{"step": 2, "sample": "sample 3 of the batch, dataset[217]"}]
+    assert diagnosis == known | {"tried": "finite without sample 3", "samples": samples}
+    trial = "Look at its inputs. Tried on the batch of step 2: finite without sample 3."
+    assert f"Sample 3 of the batch, dataset[217]. {trial}" in "\n".join(summary.lines())
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<p>Tried on the batch of step 2: finite without sample 3.</p>" in page
+    assert "<li>Step 2: sample 3 of the batch, dataset[217]</li>" in page
     assert summary.lines()[1].endswith(" Input 0: float16 (4, 8), -1 .. 20. Input 1: float16 (4,), 0 .. 1.")
     printed = io.StringIO()
     print_runs(list(summary.runs), new_console(200, printed))

@@ -32,6 +32,7 @@ from castwise.amp._observers import OBSERVERS, Observer
 from castwise.amp._outcomes import Cause, StepFacts
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._diagnosis import Diagnosis
+from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording
 from castwise.monitor._local_shards import is_split_over_ranks
@@ -100,6 +101,7 @@ class Account(Observer):
         self._new_optimizers.begin()
         if self._diagnoses and self.out is not None:
             BACKWARD_CALLS.follow()
+            LOADED_BATCHES.follow()
             self._follows_backward = True
         with self._guard:  # models are recorded anyway
             WATCH.subscribe(self._on_mistake, of_gradients=True)
@@ -110,6 +112,7 @@ class Account(Observer):
         if self._follows_backward:
             self._follows_backward = False
             BACKWARD_CALLS.leave()
+            LOADED_BATCHES.leave()
         if self in OBSERVERS:
             OBSERVERS.remove(self)
         if self._hook is not None:

@@ -13,15 +13,17 @@ from torch import nn
 from castwise.amp._devices import has_autocast
 from castwise.amp._thread_state import THREAD
 from castwise.diagnosis._cases import OfLoss, OfOutput
-from castwise.diagnosis._fault_search import Found, find
+from castwise.diagnosis._fault_search import Case, Found, find
 from castwise.diagnosis._op_facts import tensors_of
 from castwise.diagnosis._origins import Birth, Phase
 from castwise.diagnosis._outlying_rows import has_huge_input, outlying_row
 from castwise.diagnosis._ranges import Range, Value, first_not_finite, range_of
-from castwise.diagnosis._remedies import Remedy, remedy_of
+from castwise.diagnosis._remedies import Help, Remedy, remedy_of
+from castwise.diagnosis._trials import try_remedy
 from castwise.policy._module_rules import named_modules
 from castwise.tracing._batches import Batch, arguments_of
 
+_SAMPLES_SHOWN = 4
 _OUTSIDE = "no autocast region was active: if training uses one, call diagnose inside it"
 
 
@@ -78,6 +80,11 @@ class Diagnosis:
         remedy: What to change: lower the "scale", run the module in "float32", or fix the "input", "weight" or "code".
         advice: The remedy in words.
         code: The remedy as Python code to copy; "" if no code applies.
+        tried: What the remedy gave on this batch, such as "finite" or "finite without sample 3"; "untried: " and why if
+            it could not be tried. The numerics of one batch are tried, not whether the model then learns.
+        samples: Positions in the batch of the samples at fault, from 0, as far as they are known.
+        dataset_indices: Their indices in the dataset, if a `DataLoader` over a map-style dataset has loaded the batch
+            while castwise was recording.
         line: Where the code of the model or the loss calls the op, or in a backward the op of the forward, such as
             "model.py:31"; "" if it is not known.
         source: The source text of that line.
@@ -106,6 +113,9 @@ class Diagnosis:
     remedy: Remedy = ""
     advice: str = ""
     code: str = ""
+    tried: str = ""
+    samples: tuple[int, ...] = ()
+    dataset_indices: tuple[Any, ...] = ()
     line: str = ""
     source: str = ""
     harmless: tuple[NonFinite, ...] = ()
@@ -127,7 +137,9 @@ class Diagnosis:
         lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
         lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
         lines += [f"  also: {each}; diagnose again after fixing the first" for each in self.also]
-        return "\n".join([*lines, self.advice])
+        lines += [f"  {text}" for text in [self.sample] if text]
+        tried = [f"{'' if self.tried.startswith('untried') else 'tried on this batch: '}{self.tried}"]
+        return "\n".join([*lines, self.advice, *(tried if self.tried else [])])
 
     @property
     def summary(self) -> str:
@@ -143,6 +155,21 @@ class Diagnosis:
             what = f"in the {self.phase}, {self._op()}{inside} {self._gives()}{reached}"
         at = f", at {self.line}" if self.line else ""
         return f"{what[:1].upper()}{what[1:]}{at}."
+
+    @property
+    def sample(self) -> str:
+        """The samples at fault, such as "sample 3 of the batch, dataset[217], column 2: inf"; "" if not known."""
+        if not self.samples:
+            return ""
+        numbers, hidden = self.samples[:_SAMPLES_SHOWN], len(self.samples) - _SAMPLES_SHOWN
+        more = f" and {hidden} more" if hidden > 0 else ""
+        text = f"sample{'s' * (len(self.samples) > 1)} {', '.join(map(str, numbers))}{more} of the batch"
+        text += "".join(f", dataset[{index!r}]" for index in self.dataset_indices[:_SAMPLES_SHOWN])
+        if not self.argument or len(self.samples) > 1:
+            return text
+        inner = self.index[1:]
+        place = "" if not inner else f", column {inner[0]}" if len(inner) == 1 else f", element {inner}"
+        return f"{text}{place}: {self.value}"
 
     def named_within(self, model: str) -> Diagnosis:
         """Return this diagnosis with a model's name before the names of its modules.
@@ -226,7 +253,8 @@ def diagnose(
     case = OfLoss(model, args, kwargs, loss_fn)
     scale = _scale_of(scaler)
     outside_region = not _is_in_region(model, [args, kwargs])
-    return replace(_diagnosis(find(case, scale), model, scale, case.loss), outside_region=outside_region)
+    found = find(case, scale)
+    return replace(_diagnosis(found, case, scale, case.loss), outside_region=outside_region)
 
 
 def diagnose_replay(
@@ -239,6 +267,7 @@ def diagnose_replay(
     region: Callable[[], AbstractContextManager[Any]] = nullcontext,
     loss_is_finite: bool | None = None,
     with_backward: bool = True,
+    usual: float | None = None,
 ) -> Diagnosis:
     """Diagnose without a loss: start the backward from gradients of the model's output.
 
@@ -255,21 +284,24 @@ def diagnose_replay(
         region: Returns the context manager for the forward; called once per replay.
         loss_is_finite: Whether the loss was finite; None if it is not known.
         with_backward: If False, look for faults of the forward only.
+        usual: The largest magnitude of the output in recent steps; None if it is not known.
 
     Raises:
         Exception: Whatever the model raises.
     """
     case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
-    return _diagnosis(find(case, scale), case.model, scale, None)
+    return _diagnosis(find(case, scale), case, scale, None, usual)
 
 
-def _diagnosis(found: Found, model: nn.Module, scale: float, loss: float | None) -> Diagnosis:
+def _diagnosis(found: Found, case: Case, scale: float, loss: float | None, usual: float | None = None) -> Diagnosis:
     fault, others = found.fault, tuple(map(_non_finite, found.others))
     if fault is None:
         return Diagnosis(False, scale=scale, loss=loss, harmless=others)
-    remedy, advice, code = remedy_of(fault, scale)
-    if fault.birth is not None and has_huge_input(fault.birth.inputs) and (row := outlying_row(model)) is not None:
-        remedy, advice, code = "weight", str(row), ""
+    is_huge = fault.birth is not None and has_huge_input(fault.birth.inputs)
+    row = outlying_row(case.model) if is_huge else None
+    help_ = remedy_of(fault, scale) if row is None else Help("weight", str(row))
+    tried = try_remedy(case, fault, help_, scale, usual, row)
+    remedy, advice, code = tried.help
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
     at = None if birth.tensor is None else first_not_finite(birth.tensor)
@@ -292,6 +324,8 @@ def _diagnosis(found: Found, model: nn.Module, scale: float, loss: float | None)
         remedy=remedy,
         advice=advice if not fault.others else f"{advice}; {fault.others} more weights are not finite",
         code=code,
+        tried=tried.result,
+        samples=tried.samples,
         line="" if birth.place is None else str(birth.place),
         source="" if birth.place is None else birth.place.source,
         also=others,

@@ -118,7 +118,7 @@ def _replay(case: Case, scale: float) -> Found:
         torch.enable_grad(),
         unchanged(case.model, [case.args, case.kwargs]) as copies,
         ModuleOfOp(case.model) as module_of_op,
-        _without_cached_casts(),
+        without_cached_casts(),
     ):
         origins = Origins(module_of_op, copies.before_write)
         with case.region():
@@ -184,7 +184,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _without_cached_casts() -> Iterator[None]:
+def without_cached_casts() -> Iterator[None]:
     """Keep casts of weights from being shared by the graph of the replay and one of the caller's region."""
     torch.clear_autocast_cache()
     try:

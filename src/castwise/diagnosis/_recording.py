@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +21,15 @@ from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._cases import outputs_of
 from castwise.diagnosis._diagnosis import Diagnosis, NonFinite, diagnose_replay
 from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
+from castwise.diagnosis._loaded_batches import LOADED_BATCHES, LoadedBatch
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._replay import is_replaying
 from castwise.tracing._module_hooks import ModuleHooks
 
 MOST = 64  # micro-batches kept per step
 GRADIENTS_OF = 8  # the most recent ones, whose output gradients are kept; each is as large as the logits
+
+_MEASURED_EVERY, _SIZES = 4, 5  # forwards per measured output, and the measurements kept
 
 _LOSS_IS_FINITE = {Cause.OVERFLOW: True, Cause.NONFINITE_GRADIENTS: True, Cause.NONFINITE_LOSS: False}
 
@@ -43,6 +47,8 @@ class MicroBatch:
         gradients: Gradients of these tensors by position, summed over several backwards. In a condensed batch only
             their largest magnitudes, shape ().
         is_condensed: Whether the gradients were too large to keep.
+        loaded: The batches that data loaders had yielded last.
+        usual: The largest magnitudes of the output in some recent forwards, shape () each.
     """
 
     model: nn.Module
@@ -52,6 +58,8 @@ class MicroBatch:
     outputs: int = 0
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     is_condensed: bool = False
+    loaded: tuple[LoadedBatch, ...] = ()
+    usual: tuple[torch.Tensor, ...] = ()
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the output at `place`."""
@@ -93,8 +101,25 @@ class MicroBatch:
             region=lambda: self.inputs.applied(self.model),
             loss_is_finite=loss_is_finite,
             with_backward=with_backward,
+            usual=self._usual_size(),
         )
+        if diagnosis.samples:
+            diagnosis = replace(diagnosis, dataset_indices=self._dataset_indices(diagnosis.samples))
         return diagnosis.named_within(self.name) if self.name else diagnosis
+
+    def _usual_size(self) -> float | None:
+        sizes = [size for size in (float(one) for one in self.usual) if math.isfinite(size)]
+        return statistics.median(sizes) if sizes else None
+
+    def _dataset_indices(self, samples: Sequence[int]) -> tuple[Any, ...]:
+        """Return the samples' indices in the dataset; empty if one of them is not known."""
+        tensors = [tensor for tensor, _ in self.inputs.versions if tensor.dim() and len(tensor) > max(samples)]
+        for batch in self.loaded:
+            for tensor in tensors:
+                places = [batch.index_of(tensor[sample], sample) for sample in samples]
+                if None not in places:
+                    return tuple(batch.indices[place] for place in places if place is not None)
+        return ()
 
 
 class MicroBatches:
@@ -206,6 +231,8 @@ class Recording:
         self._guard = Guard()
         self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
+        self._sizes: dict[nn.Module, deque[torch.Tensor]] = {}
+        self._forwards = 0
         self._batches = MicroBatches()
 
     def attach(self) -> None:
@@ -216,6 +243,7 @@ class Recording:
             # either is set or removed. Both are also bound to one module, which replicas of DataParallel share.
             self._hooks = ModuleHooks(self._guard)
             BACKWARD_CALLS.follow()
+            LOADED_BATCHES.follow()
             # First, before a policy's rule for the model itself sets another state.
             for name, model in _called_models(self._model).items():
                 self._hooks.put_on(model, partial(self._before, name), self._after, first=True)
@@ -226,6 +254,7 @@ class Recording:
             self._hooks.remove()
             self._hooks = None
             BACKWARD_CALLS.leave()
+            LOADED_BATCHES.leave()
         self.take()
 
     def take(self) -> MicroBatches:
@@ -252,7 +281,8 @@ class Recording:
             with self._guard:  # `_after` expects an entry for each forward
                 began = LOSS_CODE.forward_begins()
                 inputs = self._inputs[model].keep(args, kwargs, self._most_bytes - self._nbytes)
-                batch = MicroBatch(model, name, inputs, began)
+                usual = tuple(self._sizes.get(model, ()))
+                batch = MicroBatch(model, name, inputs, began, loaded=LOADED_BATCHES.recent, usual=usual)
         self._begun.append(batch)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -278,7 +308,15 @@ class Recording:
             return
         self._nbytes += nbytes
         self._batches.append(batch)
+        self._measure(model, outputs)
         LOSS_CODE.forward_ends(batch.began, outputs)
+
+    def _measure(self, model: nn.Module, outputs: list[torch.Tensor]) -> None:
+        """Measure the size of one forward's output in `_MEASURED_EVERY`, on its device."""
+        if self._forwards % _MEASURED_EVERY == 0 and outputs:
+            sizes = self._sizes.setdefault(model, deque(maxlen=_SIZES))
+            sizes.append(torch.stack([_peak(output.detach()).float() for output in outputs]).amax())
+        self._forwards += 1
 
     @guarded
     def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor | None) -> None:

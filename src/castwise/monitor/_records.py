@@ -553,6 +553,8 @@ class DiagnosisRecord(Record):
     summary: str = ""
     remedy: str | None = None
     code: str = ""
+    tried: str = ""
+    sample: str = ""
 
     @property
     def with_advice(self) -> str:
@@ -563,7 +565,8 @@ class DiagnosisRecord(Record):
     def of(cls, step: int, cause: str, diagnosis: Diagnosis) -> DiagnosisRecord:
         """Return the record of a diagnosis."""
         texts = diagnosis.phase, diagnosis.module, diagnosis.op, str(diagnosis), diagnosis.advice
-        return cls(step, cause, *texts, None, diagnosis.summary, diagnosis.remedy, diagnosis.code)
+        remedy = diagnosis.remedy, diagnosis.code, diagnosis.tried
+        return cls(step, cause, *texts, None, diagnosis.summary, *remedy, diagnosis.sample)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class Diagnosed:
         code: The remedy as Python code to copy; "" if there is only `advice`.
         details: Ranges of the op's inputs and outputs, one per line.
         is_due_to_scale: Whether a lower scale would help.
+        tried: What the remedy gave on the batch of the first step; "" if it is not known.
+        samples: The samples at fault by step, in record order.
         where: " on rank 1" if that rank's batches were replayed; "" in a single process.
     """
 
@@ -36,6 +38,8 @@ class Diagnosed:
     code: str
     details: str
     is_due_to_scale: bool
+    tried: str = ""
+    samples: Sequence[tuple[int, str]] = ()
     where: str = ""
 
     @property
@@ -57,17 +61,26 @@ class Diagnosed:
         return re.findall(r"^input \d+: (.+)$", self.details, re.MULTILINE)
 
     @property
+    def trial(self) -> str:
+        """What came of the remedy, such as "Tried on the batch of step 23: finite"; "" if it is not known."""
+        if not self.tried or not self.advice:
+            return ""
+        on_batch = "" if _is_untried(self.tried) else f"tried on the batch of step {self.steps[0]:,}: "
+        return _sentence(f"{on_batch}{self.tried}")
+
+    @property
     def sentences(self) -> str:
-        """The summary and the remedy."""
-        remedy = f" {self.advice[:1].upper()}{self.advice[1:]}." if self.advice else ""
-        return f"{self.summary}{remedy}"
+        """The summary, the sample at fault, the remedy, and what came of it."""
+        sample = self.samples[0][1] if self.samples else ""
+        more = [_sentence(text) for text in (sample, self.advice, self.trial) if text]
+        return " ".join([self.summary, *(f"{text}." for text in more)])
 
     def __str__(self) -> str:
         return f"{self.at}: {self.sentences}"
 
     def without_remedy(self) -> Diagnosed:
         """Return a copy without a remedy, for findings that have another one."""
-        return replace(self, advice="", code="")
+        return replace(self, advice="", code="", tried="")
 
 
 def diagnosed(records: Iterable[DiagnosisRecord]) -> list[Diagnosed]:
@@ -90,7 +103,9 @@ def first_and_last(found: Sequence[Diagnosed]) -> tuple[Diagnosed, ...]:
 def _of(same: Sequence[DiagnosisRecord]) -> Diagnosed:
     record = same[0]
     advice = record.advice.strip().rstrip(".")
-    lines = [line for line in record.text.splitlines() if line.strip().rstrip(".") != advice]
+    trial = record.tried if _is_untried(record.tried) else f"tried on this batch: {record.tried}"
+    shown_apart = {advice, trial, record.sample}
+    lines = [line for line in record.text.splitlines() if line.strip().rstrip(".") not in shown_apart]
     summary = record.summary or (lines[0] if lines else "The origin is unknown.")
     return Diagnosed(
         cause=record.cause,
@@ -103,5 +118,15 @@ def _of(same: Sequence[DiagnosisRecord]) -> Diagnosed:
         details="\n".join(line.strip() for line in lines[1:]),
         # Records from versions before 0.2 do not name the remedy.
         is_due_to_scale=advice.startswith("lower the scale") if record.remedy is None else record.remedy == "scale",
+        tried=record.tried,
+        samples=[(one.step, one.sample) for one in same if one.sample],
         where=on_ranks(same),
     )
+
+
+def _is_untried(tried: str) -> bool:
+    return tried.startswith("untried")
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"

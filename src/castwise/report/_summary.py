@@ -27,6 +27,7 @@ Level = Literal["mistake", "warning", "critical"]
 """Values of `castwise run --fail-on`: a mistake in the script, or a finding of at least this severity."""
 
 _MISTAKES_SHOWN = 2
+_IN_JSON = ("module", "op", "line", "inputs", "code", "tried")
 _PREFIX = "castwise: "
 _WIDTH = 120
 
@@ -112,7 +113,8 @@ class Summary:
                             "text": piece.text,
                             "evidence": {name: _json(value) for name, value in piece.evidence.items()},
                             "diagnoses": [
-                                {name: getattr(each, name) for name in ("module", "op", "line", "inputs", "code")}
+                                {name: getattr(each, name) for name in _IN_JSON}
+                                | {"samples": [{"step": step, "sample": text} for step, text in each.samples]}
                                 for each in piece.diagnosed
                             ],
                         }

@@ -1,0 +1,363 @@
+"""`try_remedy`: try a remedy on the batch before it is suggested, and look for the samples or the weight at fault."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from castwise._number_text import several
+from castwise._torch_private import TorchDispatchMode
+from castwise.amp._devices import has_autocast
+from castwise.amp.autocast_mode import autocast
+from castwise.diagnosis._cases import outputs_of
+from castwise.diagnosis._fault_search import Case, Fault, named_parameters, without_cached_casts
+from castwise.diagnosis._op_facts import tensors_of, written_and_read
+from castwise.diagnosis._origins import Birth
+from castwise.diagnosis._outlying_rows import OutlyingRow
+from castwise.diagnosis._ranges import range_of
+from castwise.diagnosis._remedies import Help
+from castwise.diagnosis._replay import gradients_of, unchanged
+from castwise.policy._casting import cast_floats
+from castwise.policy._module_rules import named_modules
+from castwise.tracing._op_by_op import call_op
+
+SECONDS = 2.0
+STEPS = 10
+_FORWARDS_OF_A_STEP = 3  # a backward takes as long as two forwards
+SANE = 30.0
+"""A cure gives outputs of a sane size: at most so many times as large as those of recent steps."""
+_MOST_BAD = 8  # samples that are looked for
+ALL_IN_FP32 = "run all of the model in fp32"
+
+Outcome = Literal["finite", "not finite", "unknown"]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A remedy, and what came of it on the batch.
+
+    Args:
+        help: The remedy.
+        result: "finite", with what was changed; or "untried: " and why.
+        samples: Positions in the batch of the samples at fault; empty if they are not known, or all are.
+    """
+
+    help: Help
+    result: str
+    samples: tuple[int, ...] = ()
+
+
+class _Run(NamedTuple):
+    outcome: Outcome
+    largest: float = 0.0
+
+
+class _OutOfTimeError(Exception):
+    pass
+
+
+def try_remedy(
+    case: Case, fault: Fault, help_: Help, scale: float, usual: float | None, row: OutlyingRow | None
+) -> Tried:
+    """Try a remedy on the batch of a fault, within the time of 10 steps or 2 s. All state is restored.
+
+    A remedy that does not help is replaced: by fp32 for all of the model, or if that does not help either, by what the
+    batch or the weights show.
+
+    Args:
+        case: The batch.
+        fault: The fault of its replay.
+        help_: The remedy that the replay suggests.
+        scale: The scale of the loss.
+        usual: The largest magnitude of the output in recent steps; None if it is not known.
+        row: A row of a weight that is far larger than the others.
+    """
+    if fault.is_due_to_scale:
+        return Tried(help_, "finite at scale 1")
+    birth = fault.birth
+    if birth is None or help_.remedy in {"", "scale"}:
+        return Tried(help_, "untried: no module made it")
+    if _has_several_ranks():
+        return Tried(help_, "untried: several ranks take part", _bad_rows(case, birth))
+    try:
+        return _Trials(case, birth, scale, usual).of(help_, row)
+    except _OutOfTimeError:
+        return Tried(help_, "untried: time ran out", _bad_rows(case, birth))
+
+
+class _Trials:
+    """Forwards of the batch with something changed, and backwards if these are finite and may not be.
+
+    A forward that raises tells nothing.
+    """
+
+    def __init__(self, case: Case, birth: Birth, scale: float, usual: float | None) -> None:
+        self._case, self._birth, self._scale, self._usual = case, birth, scale, usual
+        self._began = time.perf_counter()
+        self._limit = SECONDS
+        self._device_types = sorted(
+            {tensor.device.type for tensor in [*case.model.parameters(), *tensors_of([case.args, case.kwargs])]}
+        )
+
+    def of(self, help_: Help, row: OutlyingRow | None) -> Tried:
+        """Try a remedy."""
+        if row is not None:
+            return self._without_row(help_, row)
+        if help_.remedy == "float32":
+            return self._in_float32(help_)
+        if help_.remedy == "weight":
+            return Tried(help_, "untried: it needs a checkpoint")
+        return self._without_samples(help_)
+
+    # -- remedies -----------------------------------------------------------------------------------------------
+
+    def _in_float32(self, help_: Help) -> Tried:
+        if self._birth.module is None:
+            return Tried(help_, "untried: it changes the code of the loss")
+        if any(param.dtype is not torch.float32 for _, _, param in named_parameters(self._case.model)):
+            return Tried(help_, "untried: some weights are in other formats than fp32")
+        if self._birth.module:
+            run = self._run(around=lambda: self._module_in_float32(self._birth.module or ""))
+            if run.outcome == "unknown":
+                return Tried(help_, "untried: the forward cannot be run so")
+            if run.outcome == "finite" and self._is_sane(run):
+                return Tried(help_, "finite")
+        run = self._run(around=self._all_in_float32)
+        if run.outcome == "unknown":
+            return Tried(help_, "untried: the forward cannot be run so")
+        if run.outcome == "not finite":
+            return self._without_samples(_no_format_helps(self._birth))
+        if not self._is_sane(run):
+            return Tried(self._diverged(run), "untried: it needs steps that cannot be repeated")
+        if not self._birth.module:
+            return Tried(help_, "finite with all of the model in fp32")
+        device = self._device_types[0] if len(self._device_types) == 1 else "device_type"
+        advice = f"{ALL_IN_FP32}: {self._birth.module} in fp32 is not enough, as other modules overflow too"
+        return Tried(Help("float32", advice, f'with castwise.autocast("{device}", enabled=False):'), "finite")
+
+    def _diverged(self, run: _Run) -> Help:
+        times = run.largest / (self._usual or 1.0)
+        return Help(
+            "code",
+            f"a wider format is no cure: in fp32 the output is finite and {times:.2g} times as large as in recent "
+            "steps. Lower the learning rate, warm it up, or clip the gradient norm",
+        )
+
+    def _without_row(self, help_: Help, row: OutlyingRow) -> Tried:
+        weight = next(param for name, _, param in named_parameters(self._case.model) if name == row.name)
+
+        @contextmanager
+        def repaired() -> Iterator[None]:
+            before = weight.data[row.row].clone()
+            weight.data[row.row] = 0.0  # through `.data`, which bumps no version counter
+            try:
+                yield
+            finally:
+                weight.data[row.row] = before
+
+        run = self._run(around=repaired)
+        return Tried(
+            help_, "finite with zeros in this row" if run.outcome == "finite" else "untried: the row is needed"
+        )
+
+    def _without_samples(self, help_: Help) -> Tried:
+        bad = _bad_rows(self._case, self._birth)
+        if not bad and self._birth.phase == "forward":
+            bad = self._bisected()
+        if not bad:
+            return Tried(
+                help_, "untried: it changes the code" if help_.remedy == "code" else "untried: no sample is known"
+            )
+        count = _batch_size(self._case) or 0
+        without = [index for index in range(count) if index not in bad]
+        if not without or self._run_rows(without).outcome != "finite":
+            return Tried(help_, "untried: no other sample is left", bad)
+        samples = f"sample {bad[0]}" if len(bad) == 1 else several(len(bad), "sample")
+        return Tried(help_, f"finite without {samples}", bad)
+
+    def _bisected(self) -> tuple[int, ...]:
+        """Return the samples without which the forward is finite; empty if they are many, or not known."""
+        count = _batch_size(self._case)
+        if not count or count < 2:
+            return ()
+        bad: list[int] = []
+        parts = [list(range(count))]
+        while parts:
+            rows = parts.pop()
+            outcome = self._run_rows(rows).outcome
+            if outcome == "unknown" or len(bad) > min(_MOST_BAD, count // 2):
+                return ()
+            if outcome == "not finite":
+                middle = len(rows) // 2
+                bad += rows if not middle else []
+                parts += [rows[middle:], rows[:middle]] if middle else []
+        return tuple(bad)
+
+    # -- one trial ----------------------------------------------------------------------------------------------
+
+    def _run_rows(self, rows: list[int]) -> _Run:
+        count = _batch_size(self._case)
+        args, kwargs = _mapped_rows(self._case.args, rows, count), _mapped_rows(self._case.kwargs, rows, count)
+        return self._run(args=args, kwargs=kwargs, is_part=True)
+
+    def _run(
+        self,
+        *,
+        around: Callable[[], AbstractContextManager[Any]] | None = None,
+        args: Any = None,
+        kwargs: Any = None,
+        is_part: bool = False,
+    ) -> _Run:
+        """Run the forward, and if it is of the whole batch, what follows it."""
+        began = time.perf_counter()
+        if began - self._began > self._limit:
+            raise _OutOfTimeError
+        case = self._case
+        args, kwargs = case.args if args is None else args, case.kwargs if kwargs is None else kwargs
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.enable_grad())
+                copies = stack.enter_context(unchanged(case.model, [case.args, case.kwargs, args, kwargs]))
+                stack.enter_context(without_cached_casts())
+                stack.enter_context(_Writes(copies.before_write))
+                with case.region(), ExitStack() as changes:
+                    if around is not None:
+                        changes.enter_context(around())
+                    output = case.model(*args, **kwargs)
+                    self._limit = max(self._limit, STEPS * _FORWARDS_OF_A_STEP * (time.perf_counter() - began))
+                    ends = outputs_of(output) if is_part else case.ends(output)
+                return self._judged(output, ends, is_part)
+        except Exception:
+            return _Run("unknown")
+
+    def _judged(self, output: Any, ends: list[torch.Tensor], is_part: bool) -> _Run:
+        ranges = [found for end in ends if (found := range_of(end)) is not None]
+        if any(found.nonfinite for found in ranges):
+            has_only_masks = all((end.isfinite() | (end == -math.inf)).all() for end in ends)
+            return _Run("unknown" if has_only_masks else "not finite")
+        sizes = [found.largest or 0.0 for end in outputs_of(output) if (found := range_of(end)) is not None]
+        largest = max(sizes, default=0.0)
+        if is_part:
+            return _Run("finite", largest)
+        roots = self._case.roots(ends, self._scale)
+        params = [param for _, _, param in named_parameters(self._case.model) if param.requires_grad]
+        if not roots or not params or not all(_is_finite(seed) for _, seed in roots):
+            return _Run("finite", largest)
+        with self._without_autocast():
+            seeds = [(end, None if seed is None else seed.to(end.dtype)) for end, seed in roots]
+            gradients = gradients_of(seeds, params)
+        return _Run("finite" if all(map(_is_finite, gradients)) else "not finite", largest)
+
+    def _is_sane(self, run: _Run) -> bool:
+        return self._usual is None or run.largest <= SANE * max(self._usual, 1e-30)
+
+    # -- what is changed ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _without_autocast(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for device_type in filter(has_autocast, self._device_types):
+                stack.enter_context(autocast(device_type, enabled=False))
+            yield
+
+    @contextmanager
+    def _all_in_float32(self) -> Iterator[None]:
+        with self._module_in_float32(""):
+            yield
+
+    @contextmanager
+    def _module_in_float32(self, name: str) -> Iterator[None]:
+        """Run a module as a policy's rule "float32" does: its inputs cast, and autocast off."""
+        module = next(module for own, module in named_modules(self._case.model) if own == name)
+        running: list[ExitStack] = []
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            running.append(ExitStack())
+            running[-1].enter_context(self._without_autocast())
+            device = self._device_types[0]
+            return cast_floats(args, device, torch.float32), cast_floats(kwargs, device, torch.float32)
+
+        handles = [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(lambda *_: running.pop().close(), always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            while running:
+                running.pop().close()
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Calls a function with the tensors that each op is about to write to."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, before_write: Callable[[list[torch.Tensor]], None]) -> None:
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
+        self._before_write = before_write
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written, _ = written_and_read(func, args, kwargs)
+        if written:
+            self._before_write(written)
+        return call_op(func, args, kwargs)
+
+
+def _no_format_helps(birth: Birth) -> Help:
+    where = f"in {birth.module}" if birth.module else "in the model"
+    return Help(
+        "code",
+        f"no format helps: with all of the model in fp32 the batch is not finite either. Check what {birth.op} {where} "
+        "reads, and the modules before it",
+    )
+
+
+def _has_several_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _is_finite(tensor: torch.Tensor | None) -> bool:
+    found = None if tensor is None else range_of(tensor)
+    return found is None or not found.nonfinite
+
+
+def _batch_size(case: Case) -> int | None:
+    """Return the number of samples: the first dimension of the first tensor."""
+    tensors = tensors_of([case.args, case.kwargs])
+    return next((len(tensor) for tensor in tensors if tensor.dim() and tensor.layout is torch.strided), None)
+
+
+def _mapped_rows(value: Any, rows: list[int], count: int | None) -> Any:
+    """Return arguments with only some of the samples."""
+    if isinstance(value, torch.Tensor):
+        has_samples = value.dim() > 0 and len(value) == count and value.layout is torch.strided
+        return value.detach()[rows].requires_grad_(value.requires_grad) if has_samples else value
+    if isinstance(value, dict):
+        return {key: _mapped_rows(item, rows, count) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_mapped_rows(item, rows, count) for item in value)
+    return value
+
+
+def _bad_rows(case: Case, birth: Birth) -> tuple[int, ...]:
+    """Return the samples whose input is not finite."""
+    tensor = birth.tensor if birth.kind == "input" else None
+    if tensor is None or not tensor.dim() or tensor.layout is not torch.strided or len(tensor) != _batch_size(case):
+        return ()
+    bad = (~tensor.detach().isfinite()).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
+    return tuple(bad)
