@@ -47,21 +47,32 @@ def test_a_module_in_fp32_that_helps_is_suggested_as_tried() -> None:
     assert str(found).endswith("\ntried on this batch: finite")
 
 
-def test_a_module_in_fp32_that_does_not_help_is_not_suggested() -> None:
+def test_a_module_in_fp32_that_is_not_enough_is_suggested_with_the_others() -> None:
     model = between(lambda x: x * 300 * 300)  # and the next module casts its result to fp16
     found = in_fp16(model, X)
     assert (found.module, found.remedy, found.tried) == ("1", "float32", "finite")
-    assert found.advice == "run all of the model in fp32: 1 in fp32 is not enough, as other modules overflow too"
-    assert found.code == 'with castwise.autocast("cpu", enabled=False):'
-    with castwise.autocast("cpu", enabled=False):
+    assert found.advice.startswith("keep 1 and 2 in fp32: castwise.autocast(")
+    policy = castwise.Policy(compute="float16", modules={"1": "float32", "2": "float32"}).bind(model)
+    assert 'modules={"1": "float32", "2": "float32"}' in found.code
+    with castwise.autocast("cpu", policy=policy):
         assert not diagnose(model, lambda y: y.float().mean(), X)
+
+
+def test_where_many_modules_overflow_all_of_the_model_is_suggested() -> None:
+    layers = [nn.Linear(4, 4, bias=False) for _ in range(6)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 16.0)
+    model = nn.Sequential(Calls(lambda x: x * 6e4), *layers)
+    found = in_fp16(model, X.abs() + 1)
+    assert found.advice == "run all of the model in fp32: 1 in fp32 is not enough, as other modules overflow too"
+    assert (found.code, found.tried) == ('with castwise.autocast("cpu", enabled=False):', "finite")
 
 
 def test_where_no_format_helps_the_sample_is_named() -> None:
     x = X.clone()
     x[5] *= 1e20
     found = in_fp16(between(lambda x: x.square() * 1e-3), x)
-    assert found.remedy == "code"
+    assert found.remedy == ""
     assert found.advice.startswith("no format helps: with all of the model in fp32 the batch is not finite either.")
     assert (found.samples, found.tried) == ((5,), "finite without sample 5")
     assert "\n  sample 5 of the batch\n" in str(found)
@@ -146,7 +157,7 @@ def test_an_output_far_larger_than_those_before_is_no_cure() -> None:
     recording.detach()
     assert found is not None
     assert found.advice.startswith("a wider format is no cure: in fp32 the output is finite and 1e+06 times as large")
-    assert (found.remedy, found.code) == ("code", "")
+    assert (found.remedy, found.code) == ("learning rate", "")
 
 
 @pytest.mark.parametrize(

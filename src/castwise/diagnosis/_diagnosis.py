@@ -77,7 +77,8 @@ class Diagnosis:
         value: "nan", "inf" or "-inf": that value, or the kind of value the op made.
         scale: Scale of the loss.
         loss: The loss before scaling; None if it is not known.
-        remedy: What to change: lower the "scale", run the module in "float32", or fix the "input", "weight" or "code".
+        remedy: What to change: lower the "scale" or the "learning rate", run the module in "float32", or fix the
+            "input", "weight" or "code".
         advice: The remedy in words.
         code: The remedy as Python code to copy; "" if no code applies.
         tried: What the remedy gave on this batch, such as "finite" or "finite without sample 3"; "untried: " and why if

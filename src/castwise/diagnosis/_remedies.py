@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._ranges import Range
 
-Remedy = Literal["", "scale", "float32", "input", "weight", "code"]
+Remedy = Literal["", "scale", "float32", "input", "weight", "code", "learning rate"]
 
 
 class Help(NamedTuple):
@@ -83,12 +84,18 @@ def _without_birth(fault: Fault, scale: float) -> Help:
     )
 
 
+def keep_in_float32(modules: Sequence[str], low: str, device: str) -> Help:
+    """Return a policy that computes these modules in fp32."""
+    rules = ", ".join(f'"{module}": "float32"' for module in modules)
+    policy = f'castwise.Policy(compute="{low}", modules={{{rules}}})'
+    code = f'policy = {policy}\nwith castwise.autocast("{device}", policy=policy.bind(model)):'
+    region = f'castwise.autocast("{device}", policy={policy}.bind(model))'
+    return Help("float32", f"keep {' and '.join(modules)} in fp32: {region}", code)
+
+
 def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
     if birth.module:
-        policy = f'castwise.Policy(compute="{low}", modules={{"{birth.module}": "float32"}})'
-        code = f'policy = {policy}\nwith castwise.autocast("{device}", policy=policy.bind(model)):'
-        region = f'castwise.autocast("{device}", policy={policy}.bind(model))'
-        return Help("float32", f"keep {birth.module} in fp32: {region}", code)
+        return keep_in_float32([birth.module], low, device)
     if birth.module is None:
         return Help(
             "float32",

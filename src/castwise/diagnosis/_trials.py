@@ -18,12 +18,12 @@ from castwise._torch_private import TorchDispatchMode
 from castwise.amp._devices import has_autocast
 from castwise.amp.autocast_mode import autocast
 from castwise.diagnosis._cases import outputs_of
-from castwise.diagnosis._fault_search import Case, Fault, named_parameters, without_cached_casts
+from castwise.diagnosis._fault_search import Case, Fault, find, named_parameters, without_cached_casts
 from castwise.diagnosis._op_facts import tensors_of, written_and_read
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._outlying_rows import OutlyingRow
 from castwise.diagnosis._ranges import range_of
-from castwise.diagnosis._remedies import Help
+from castwise.diagnosis._remedies import Help, keep_in_float32, low_precision
 from castwise.diagnosis._replay import gradients_of, unchanged
 from castwise.policy._casting import cast_floats
 from castwise.policy._module_rules import named_modules
@@ -35,6 +35,7 @@ _FORWARDS_OF_A_STEP = 3  # a backward takes as long as two forwards
 SANE = 30.0
 """A cure gives outputs of a sane size: at most so many times as large as those of recent steps."""
 _MOST_BAD = 8  # samples that are looked for
+_MOST_MODULES = 4  # that are kept in fp32 by name; if it takes more, all of the model is
 ALL_IN_FP32 = "run all of the model in fp32"
 
 Outcome = Literal["finite", "not finite", "unknown"]
@@ -107,6 +108,10 @@ class _Trials:
             {tensor.device.type for tensor in [*case.model.parameters(), *tensors_of([case.args, case.kwargs])]}
         )
 
+    @property
+    def _device(self) -> str:
+        return self._device_types[0] if len(self._device_types) == 1 else "device_type"
+
     def of(self, help_: Help, row: OutlyingRow | None) -> Tried:
         """Try a remedy."""
         if row is not None:
@@ -124,13 +129,33 @@ class _Trials:
             return Tried(help_, "untried: it changes the code of the loss")
         if any(param.dtype is not torch.float32 for _, _, param in named_parameters(self._case.model)):
             return Tried(help_, "untried: some weights are in other formats than fp32")
-        if self._birth.module:
-            run = self._run(around=lambda: self._module_in_float32(self._birth.module or ""))
+        modules = [self._birth.module] if self._birth.module else []
+        while modules:
+            run = self._run(around=lambda: self._in_fp32(modules))
             if run.outcome == "unknown":
                 return Tried(help_, "untried: the forward cannot be run so")
             if run.outcome == "finite" and self._is_sane(run):
-                return Tried(help_, "finite")
-        run = self._run(around=self._all_in_float32)
+                low = low_precision(self._birth)
+                return Tried(keep_in_float32(modules, low, self._device), "finite")
+            following = self._overflowing_next(modules) if run.outcome == "not finite" else None
+            if following is None:
+                break
+            modules.append(following)
+        return self._all_in_float32(help_)
+
+    def _overflowing_next(self, modules: list[str]) -> str | None:
+        """Return the module that overflows while others are in fp32; None if there is none, or there are many."""
+        self._check_time()
+        try:
+            fault = find(_Changed(self._case, lambda: self._in_fp32(modules)), self._scale).fault
+        except Exception:
+            return None
+        birth = None if fault is None else fault.birth
+        is_new = birth is not None and birth.module and birth.module not in modules and len(modules) < _MOST_MODULES
+        return birth.module if is_new and birth is not None and birth.is_finite_in_float32 else None
+
+    def _all_in_float32(self, help_: Help) -> Tried:
+        run = self._run(around=lambda: self._in_fp32([""]))
         if run.outcome == "unknown":
             return Tried(help_, "untried: the forward cannot be run so")
         if run.outcome == "not finite":
@@ -139,14 +164,13 @@ class _Trials:
             return Tried(self._diverged(run), "untried: it needs steps that cannot be repeated")
         if not self._birth.module:
             return Tried(help_, "finite with all of the model in fp32")
-        device = self._device_types[0] if len(self._device_types) == 1 else "device_type"
         advice = f"{ALL_IN_FP32}: {self._birth.module} in fp32 is not enough, as other modules overflow too"
-        return Tried(Help("float32", advice, f'with castwise.autocast("{device}", enabled=False):'), "finite")
+        return Tried(Help("float32", advice, f'with castwise.autocast("{self._device}", enabled=False):'), "finite")
 
     def _diverged(self, run: _Run) -> Help:
         times = run.largest / (self._usual or 1.0)
         return Help(
-            "code",
+            "learning rate",
             f"a wider format is no cure: in fp32 the output is finite and {times:.2g} times as large as in recent "
             "steps. Lower the learning rate, warm it up, or clip the gradient norm",
         )
@@ -217,9 +241,7 @@ class _Trials:
         is_part: bool = False,
     ) -> _Run:
         """Run the forward, and if it is of the whole batch, what follows it."""
-        began = time.perf_counter()
-        if began - self._began > self._limit:
-            raise _OutOfTimeError
+        began = self._check_time()
         case = self._case
         args, kwargs = case.args if args is None else args, case.kwargs if kwargs is None else kwargs
         try:
@@ -238,6 +260,12 @@ class _Trials:
                 return self._judged(output, ends, is_part)
         except Exception:
             return _Run("unknown")
+
+    def _check_time(self) -> float:
+        now = time.perf_counter()
+        if now - self._began > self._limit:
+            raise _OutOfTimeError
+        return now
 
     def _judged(self, output: Any, ends: list[torch.Tensor], is_part: bool) -> _Run:
         ranges = [found for end in ends if (found := range_of(end)) is not None]
@@ -270,33 +298,42 @@ class _Trials:
             yield
 
     @contextmanager
-    def _all_in_float32(self) -> Iterator[None]:
-        with self._module_in_float32(""):
-            yield
-
-    @contextmanager
-    def _module_in_float32(self, name: str) -> Iterator[None]:
-        """Run a module as a policy's rule "float32" does: its inputs cast, and autocast off."""
-        module = next(module for own, module in named_modules(self._case.model) if own == name)
+    def _in_fp32(self, names: list[str]) -> Iterator[None]:
+        """Run modules as a policy's rule "float32" does: their inputs cast, and autocast off."""
         running: list[ExitStack] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             running.append(ExitStack())
             running[-1].enter_context(self._without_autocast())
-            device = self._device_types[0]
-            return cast_floats(args, device, torch.float32), cast_floats(kwargs, device, torch.float32)
+            kind = self._device_types[0]
+            return cast_floats(args, kind, torch.float32), cast_floats(kwargs, kind, torch.float32)
 
-        handles = [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(lambda *_: running.pop().close(), always_call=True),
-        ]
+        handles: list[Any] = []
         try:
+            for module in {module: None for name, module in named_modules(self._case.model) if name in names}:
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(module.register_forward_hook(lambda *_: running.pop().close(), always_call=True))
             yield
         finally:
             for handle in handles:
                 handle.remove()
             while running:
                 running.pop().close()
+
+
+class _Changed:
+    """A `Case` in whose region something else is changed too."""
+
+    def __init__(self, case: Case, around: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.model, self.args, self.kwargs = case.model, case.args, case.kwargs
+        self.loss_is_finite, self._region, self._around = case.loss_is_finite, case.region, around
+        self.ends, self.not_finite, self.roots = case.ends, case.not_finite, case.roots
+        self.nonfinite_gradients = case.nonfinite_gradients
+
+    @contextmanager
+    def region(self) -> Iterator[None]:
+        with self._region(), self._around():
+            yield
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -320,7 +357,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 def _no_format_helps(birth: Birth) -> Help:
     where = f"in {birth.module}" if birth.module else "in the model"
     return Help(
-        "code",
+        "",
         f"no format helps: with all of the model in fp32 the batch is not finite either. Check what {birth.op} {where} "
         "reads, and the modules before it",
     )
