@@ -29,6 +29,7 @@ from castwise._mistakes.scalings import Scalings
 from castwise._mistakes.schedulers import Schedulers
 from castwise._mistakes.unscaling import Unscaling
 from castwise._mistakes.validation import Validation
+from castwise._mistakes.zeroing import Zeroing
 from castwise._torch_private import at_the_end_of_this_backward, never_traced
 from castwise.amp._observers import OBSERVERS, Observer
 from castwise.amp._outcomes import StepFacts
@@ -142,7 +143,8 @@ class Watch(Observer):
         self._at_exit = self._guard.door(self.stop)
         atexit.register(self._at_exit)  # while the weak references are still usable
         kinds = Scalers, Regions, Losses, Scalings, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers
-        self._finders = [*(kind(self) for kind in kinds), Validation(self), LowWeights(self), CompiledRegions(self)]
+        more = Validation, LowWeights, CompiledRegions, Zeroing
+        self._finders = [kind(self) for kind in (*kinds, *more)]
         self._listening = {event: [finder for finder in self._finders if _listens(finder, event)] for event in _EVENTS}
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
