@@ -20,16 +20,14 @@ class Note:
     source: str
 
 
+_IN_PART = Note(
+    "castwise is tested in full with torch 2.11, 2.13 and 2.15, and with a smaller set of tests on 2.12 and 2.14.",
+    "benchmarks/torch_versions.py",
+)
 # Each note applies from the first version up to but excluding the second; None means no end.
 _NOTES: tuple[tuple[str | None, str | None, Note], ...] = (
-    (
-        None,
-        "2.13",
-        Note(
-            "castwise is tested in full with torch 2.13, and with a smaller set of tests on 2.11 to 2.15.",
-            "benchmarks/torch_versions.py",
-        ),
-    ),
+    ("2.12", "2.13", _IN_PART),
+    ("2.14", "2.15", _IN_PART),
     (
         None,
         "2.13",
