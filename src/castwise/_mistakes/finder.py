@@ -55,6 +55,9 @@ class Finder(Observer):
     def step_resolved(self, facts: StepFacts) -> None:
         """Called with the outcome of a scaler's step; on an accelerator two updates later."""
 
+    def judged(self, loss: float | None, gradients_are_finite: bool) -> None:
+        """Called by a monitor that diagnoses, with the loss of a step and whether its gradients are finite."""
+
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when the script advances a learning-rate schedule of an optimizer."""
 

@@ -1,7 +1,8 @@
-"""Losses computed in low precision after the autocast region ended."""
+"""Losses computed in low precision after the autocast region ended, and losses that are not what is trained."""
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -16,7 +17,10 @@ _HARMLESS = ("Mul", "Div", "Add", "Sub", "Neg", "ToCopy", "View", "Squeeze", "Un
 
 
 class Losses(Finder):
-    """Finds such losses by the sequence numbers of graph nodes: nodes made after the region have higher ones."""
+    """Finds such losses by the sequence numbers of graph nodes: nodes made after the region have higher ones.
+
+    A loss that is inf or NaN and has finite gradients is not what is trained.
+    """
 
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
@@ -39,6 +43,18 @@ class Losses(Finder):
             f"this loss is computed in {str(loss.dtype).removeprefix('torch.')} outside the autocast region, which "
             "would compute it in fp32: it loses digits and may overflow",
             "with torch.autocast(...):\n    output = model(input)\n    loss = loss_fn(output, target)",
+            caller(),
+        )
+
+    def judged(self, loss: float | None, gradients_are_finite: bool) -> None:
+        """Report a loss that is not finite, of a step whose gradients are."""
+        if loss is None or math.isfinite(loss) or not gradients_are_finite:
+            return
+        self.watch.report(
+            "loss-inf-gradients-finite",
+            f"the loss of this step is {loss:g}, and its gradients are finite: the loss that is logged is not the one "
+            "that is trained. A part of it may be detached, or only its sum overflows",
+            "compute the loss in fp32, and log what backward is called on",
             caller(),
         )
 

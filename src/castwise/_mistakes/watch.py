@@ -186,7 +186,7 @@ class Watch(Observer):
     model_found, file_saved, state_loaded = map(_to_finders, ("model_found", "file_saved", "state_loaded"))
     scaler_made, saved, loaded = map(_to_finders, ("scaler_made", "saved", "loaded"))
     entered, left, compiled = map(_to_finders, ("entered", "left", "compiled"))
-    advanced, skipped = map(_to_finders, ("advanced", "skipped"))
+    advanced, skipped, judged = map(_to_finders, ("advanced", "skipped", "judged"))
 
     @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:

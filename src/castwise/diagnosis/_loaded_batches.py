@@ -127,9 +127,19 @@ class LoadedBatches:
         indices = drawn.popleft() if drawn else None
         if not isinstance(indices, (list, tuple)) or None in indices:
             return
-        tensors = [tensor for tensor in tensors_of(batch) if tensor.dim() and len(tensor) == len(indices)]
+        tensors = [tensor for tensor in _tensors(batch) if tensor.dim() and len(tensor) == len(indices)]
         if sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES:
             self._recent.append(LoadedBatch(list(indices), tensors))
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    """Return the tensors in a batch; torch's walk takes several times as long for simple ones."""
+    if isinstance(batch, torch.Tensor):
+        return [batch]
+    items = batch if type(batch) in (list, tuple) else batch.values() if type(batch) is dict else None
+    if items is not None and all(isinstance(item, torch.Tensor) for item in items):
+        return list(items)
+    return tensors_of(batch)
 
 
 LOADED_BATCHES = LoadedBatches()

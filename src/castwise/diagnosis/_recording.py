@@ -16,6 +16,7 @@ from torch import nn
 from castwise._guard import Guard, guarded
 from castwise._torch_private import is_backward_running
 from castwise._warnings import warn_or_print
+from castwise.amp._gradients import is_plain
 from castwise.amp._outcomes import Cause
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._cases import outputs_of
@@ -29,7 +30,7 @@ from castwise.tracing._module_hooks import ModuleHooks
 MOST = 64  # micro-batches kept per step
 GRADIENTS_OF = 8  # the most recent ones, whose output gradients are kept; each is as large as the logits
 
-_MEASURED_EVERY, _SIZES = 4, 5  # forwards per measured output, and the measurements kept
+_MEASURED_FIRST, _MEASURED_EVERY, _SIZES = 4, 16, 5  # forwards whose output is measured, and measurements kept
 
 _LOSS_IS_FINITE = {Cause.OVERFLOW: True, Cause.NONFINITE_GRADIENTS: True, Cause.NONFINITE_LOSS: False}
 
@@ -308,15 +309,18 @@ class Recording:
             return
         self._nbytes += nbytes
         self._batches.append(batch)
-        self._measure(model, outputs)
         LOSS_CODE.forward_ends(batch.began, outputs)
+        self._measure(model, outputs)
 
     def _measure(self, model: nn.Module, outputs: list[torch.Tensor]) -> None:
-        """Measure the size of one forward's output in `_MEASURED_EVERY`, on its device."""
-        if self._forwards % _MEASURED_EVERY == 0 and outputs:
-            sizes = self._sizes.setdefault(model, deque(maxlen=_SIZES))
-            sizes.append(torch.stack([_peak(output.detach()).float() for output in outputs]).amax())
+        """Measure the size of the outputs of some forwards, on their device."""
         self._forwards += 1
+        if self._forwards > _MEASURED_FIRST and self._forwards % _MEASURED_EVERY:
+            return
+        peaks = [_peak(output.detach()).float() for output in outputs if is_plain(output) and not output.is_nested]
+        if peaks:
+            sizes = self._sizes.setdefault(model, deque(maxlen=_SIZES))
+            sizes.append(peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax())
 
     @guarded
     def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor | None) -> None:

@@ -324,6 +324,7 @@ class Monitor:
     def _on_fault(self, optimizer: torch.optim.Optimizer, checked: Checked) -> None:
         """Replay the batch of a step without a scaler, while the weights are those of its forward."""
         iteration = self._iterations.current
+        WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
         if iteration is None or self._recording is None:
             return
         iteration.note_batches(optimizer, self._recording.take())  # those of a closure
@@ -361,6 +362,7 @@ class Monitor:
         iteration = self._iterations.note_facts(optimizer, facts)
         batches = None if iteration is None else iteration.batches.pop(optimizer, None)
         if self._steps.is_scaled:
+            WATCH.judged(facts.loss, facts.cause is None)
             diagnosis = self._diagnosed(facts, batches)
         else:  # `_on_fault` has replayed them
             diagnosis = None if batches is None else batches.diagnosis
