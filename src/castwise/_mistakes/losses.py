@@ -25,6 +25,7 @@ class Losses(Finder):
     def __init__(self, watch: Any) -> None:
         super().__init__(watch)
         self._of_thread = threading.local()
+        self._optimizers = 0
 
     def left(self, region: Any) -> None:
         """Record the number of graph nodes made so far."""
@@ -46,9 +47,14 @@ class Losses(Finder):
             caller(),
         )
 
+    def optimizer_found(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimizers."""
+        self._optimizers += 1
+
     def judged(self, loss: float | None, gradients_are_finite: bool) -> None:
         """Report a loss that is not finite, of a step whose gradients are."""
-        if loss is None or math.isfinite(loss) or not gradients_are_finite:
+        # Of several optimizers, one may have no part in what made the loss infinite, and finite gradients.
+        if loss is None or math.isfinite(loss) or not gradients_are_finite or self._optimizers > 1:
             return
         self.watch.report(
             "loss-inf-gradients-finite",
