@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "tracing": {"amp", "policy", "_recipes", "weights"},
     "_mistakes": {"amp", "tracing"},
     "diagnosis": {"amp", "policy", "tracing", "_mistakes"},
+    "checking": {"amp", "tracing"},
     "comparison": {"amp", "policy", "_recipes", "tracing", "diagnosis", "report"},
     "tuning": {"amp", "policy", "_recipes", "_doctor", "comparison", "report"},
     "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "diagnosis"},
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report"},
     "_demo": {"amp", "monitor", "report", "_installation"},
     "_cli": {"amp", "policy", "tracing", "_mistakes", "monitor", "report", "_installation", "_doctor", "_demo"}
-    | {"comparison", "tuning"},
+    | {"checking", "comparison", "tuning"},
 }
 USE_THE_PUBLIC_API = {"_demo", "_cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}

@@ -31,7 +31,7 @@ MODULES = [
     *("castwise.cpu.amp.autocast_mode", "castwise.cpu.amp.grad_scaler"),
     *("castwise.distributed.fsdp", "castwise.distributed.fsdp.sharded_grad_scaler"),
     *("castwise.schedules", "castwise.policies", "castwise.policy", "castwise.weights", "castwise.master_weights"),
-    *("castwise.tracing", "castwise.diagnosis", "castwise.comparison", "castwise.tuning"),
+    *("castwise.tracing", "castwise.diagnosis", "castwise.comparison", "castwise.tuning", "castwise.checking"),
     *("castwise.monitor", "castwise.report"),
 ]
 # Those of frameworks, which not every machine has.

@@ -60,6 +60,7 @@ else:
         },
         [
             "amp",
+            "checking",
             "comparison",
             "cpu",
             "cuda",

@@ -92,7 +92,7 @@ def test_the_library_never_loads_its_command_line() -> None:
     [
         "--version",
         "--help",
-        *(f"{name} --help" for name in ("compare", "demo", "doctor", "report", "run", "trace", "tune")),
+        *(f"{name} --help" for name in ("check", "compare", "demo", "doctor", "report", "run", "trace", "tune")),
     ],
 )
 def test_version_and_help_import_no_torch(arguments: str) -> None:

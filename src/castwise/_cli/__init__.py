@@ -20,6 +20,7 @@ from typer import rich_utils
 from typer.core import TyperCommand, TyperGroup
 
 import castwise
+from castwise._cli.check_command import check
 from castwise._cli.compare_tune_commands import compare, tune
 from castwise._cli.demo_command import demo
 from castwise._cli.doctor_command import doctor
@@ -79,8 +80,9 @@ _EXIT_CODES = """\
 Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on` matches):
 
 * 0: success
-* 1: negative result (weights differ, no policy found), or error in the model
+* 1: negative result (weights differ, no policy found, not the same computation), or error in the model
 * 2: invalid command line or input; the message says what to do
+* 125: `castwise check` cannot tell
 * 130: Ctrl-C
 """
 
@@ -90,6 +92,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     epilog=_EXIT_CODES,
 )
+app.command(cls=_Command, epilog="Example: `castwise check train.py --against golden.cwcheck`")(check)
 app.command(
     cls=_Command, epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`"
 )(compare)

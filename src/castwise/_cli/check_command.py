@@ -1,0 +1,192 @@
+"""`castwise check`: is a script still the same computation, and as accurate?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from castwise._cli.program import Program
+from castwise._user_error import UserError
+
+if TYPE_CHECKING:
+    from castwise.checking._golden import Golden
+    from castwise.checking._result import CheckResult
+
+ACTIONS = ("record", "accept")
+GOLDEN = "golden.cwcheck"
+CANNOT_RUN, USER_ERROR = 125, 2
+
+
+@dataclass(frozen=True)
+class ScriptRun:
+    """Runs a script as Python does; called once in each process that runs it."""
+
+    name: str
+    arguments: tuple[str, ...]
+    is_module: bool
+
+    def __call__(self) -> None:
+        """Run it."""
+        self.program().execute()
+
+    def program(self) -> Program:
+        """Return the script, read.
+
+        Raises:
+            UserError: See `Program`.
+        """
+        return Program(self.name, list(self.arguments), is_module=self.is_module)
+
+
+def check(
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT",
+            help="A Python file, or a module with -m. Before it, `record` writes a golden file, and `accept` replaces "
+            "one after a deliberate change.",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments for the script, after `--`.")
+    ] = None,
+    module: Annotated[bool, typer.Option("-m", "--module", help="Run SCRIPT as a module, as in python -m.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", metavar="FILE", help=f"Golden file to compare with. [default: {GOLDEN}]"),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="N", help="With `record`: optimizer steps to record. [default: 3]"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help=f"With `record`: file to write. [default: {GOLDEN}]"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Compare a training script with a recording of it: is it the same function, and as accurate?
+
+    Exits with 0 if it is both, with 1 if not, and with 125 if that cannot be told, as `git bisect run` expects. The
+    script must build its model, optimizer and data from fixed seeds. It is ended after the recorded steps.
+    """
+    try:
+        action, run = _parsed(script, arguments or [], module)
+        _check_options(action, against, steps, out)
+    except UserError as error:
+        typer.echo(f"castwise check: {error}", err=True)
+        raise typer.Exit(USER_ERROR) from None
+    try:
+        run.program()
+        if action == "record":
+            _print_golden(_record(run, 3 if steps is None else steps, out or Path(GOLDEN)), as_json)
+            return
+        found = _check(run, against or Path(GOLDEN))
+        if action == "accept":
+            _accept(run, found, against or Path(GOLDEN), as_json)
+            return
+    except UserError as error:
+        typer.echo(f"castwise check: {error}", err=True)
+        raise typer.Exit(CANNOT_RUN) from None
+    _print(found, as_json)
+    raise typer.Exit(found.exit_code)
+
+
+def _parsed(script: str, arguments: list[str], is_module: bool) -> tuple[str, ScriptRun]:
+    if script not in ACTIONS:
+        return "check", ScriptRun(script, tuple(arguments), is_module)
+    if not arguments:
+        raise UserError(f"give a script to {script}, as in `castwise check {script} train.py`")
+    return script, ScriptRun(arguments[0], tuple(arguments[1:]), is_module)
+
+
+def _check_options(action: str, against: Path | None, steps: int | None, out: Path | None) -> None:
+    if action == "record" and against is not None:
+        raise UserError("--against is for checking; `record` writes to --out")
+    if action != "record" and (steps is not None or out is not None):
+        option = "--steps" if steps is not None else "--out"
+        raise UserError(f"{option} is for `castwise check record`; the golden file has the steps")
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps must be at least 1, got {steps}")
+
+
+def _load(path: Path) -> Golden:
+    from castwise.checking._golden import Golden
+
+    try:
+        return Golden.load(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}: write it with `castwise check record SCRIPT --out {path}`") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _check(run: ScriptRun, path: Path) -> CheckResult:
+    from castwise._terminal import progress_bar
+    from castwise.checking._checking import check
+    from castwise.checking._measuring import ProgramError
+
+    golden = _load(path)
+    try:
+        with progress_bar() as progress:
+            return check(run, golden, apart=True, progress=progress)
+    except ProgramError as error:
+        raise UserError(f"{run.name} failed:\n{error}") from None
+
+
+def _record(run: ScriptRun, steps: int, out: Path) -> Golden:
+    from castwise._terminal import progress_bar
+    from castwise.checking._checking import NotReproducibleError, record
+    from castwise.checking._measuring import ProgramError
+
+    if not out.parent.is_dir():
+        raise UserError(f"cannot write {out}: there is no folder {out.parent}; create it first")
+    try:
+        with progress_bar() as progress:
+            golden = record(run, steps, apart=True, progress=progress)
+        golden.save(out)
+    except ProgramError as error:
+        raise UserError(f"{run.name} failed:\n{error}") from None
+    except (NotReproducibleError, ValueError) as error:
+        raise UserError(str(error)) from None
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
+    typer.echo(f"wrote {out}", err=True)
+    return golden
+
+
+def _accept(run: ScriptRun, found: CheckResult, path: Path, as_json: bool) -> None:
+    """Record again, and print what has changed since the last recording."""
+    if found.kind != "identical":
+        _record(run, _load(path).steps, path)
+    _print(found, as_json)
+
+
+def _print_golden(golden: Golden, as_json: bool) -> None:
+    facts = {
+        "steps": golden.steps,
+        "dtype": golden.dtype,
+        "probes": len(golden.probes),
+        "left_out": len(golden.left_out),
+    }
+    if as_json:
+        typer.echo(json.dumps({**facts, **golden.about}))
+    else:
+        typer.echo(
+            f"recorded {golden.steps} steps in {golden.dtype}: {len(golden.probes)} probes, of which "
+            f"{facts['left_out']} are rounding noise and will not be compared"
+        )
+
+
+def _print(found: CheckResult, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+    else:
+        for line in found.lines():
+            typer.echo(line)

@@ -1,0 +1,34 @@
+"""Is a training program still the same computation, and as accurate? The functions of `castwise check`."""
+
+from typing import TYPE_CHECKING
+
+from castwise._faces import face
+
+if TYPE_CHECKING:
+    from castwise.checking._checking import NotReproducibleError, check, record
+    from castwise.checking._golden import Golden
+    from castwise.checking._measuring import ProgramError
+    from castwise.checking._result import Accuracy, CheckResult
+else:
+    __getattr__, __dir__ = face(
+        __name__,
+        {
+            "Accuracy": "_result",
+            "CheckResult": "_result",
+            "Golden": "_golden",
+            "NotReproducibleError": "_checking",
+            "ProgramError": "_measuring",
+            "check": "_checking",
+            "record": "_checking",
+        },
+    )
+
+__all__ = [
+    "Accuracy",
+    "CheckResult",
+    "Golden",
+    "NotReproducibleError",
+    "ProgramError",
+    "check",
+    "record",
+]

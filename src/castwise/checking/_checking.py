@@ -1,0 +1,258 @@
+"""`record` and `check`: is a program still the same computation, and as accurate?"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+from castwise.checking import _judging as judging
+from castwise.checking._golden import Golden
+from castwise.checking._measuring import Plan, Train, Way, measure, measure_apart
+from castwise.checking._recorder import DECIDING, Measurement
+from castwise.checking._result import CheckResult
+
+ROUNDED_RUNS = 6
+"""Runs with random rounding that a recording makes."""
+Progress = Callable[[str, int, int], None]
+
+
+class NotReproducibleError(Exception):
+    """Two runs of a program differ in float64, so it cannot be compared with a later version."""
+
+
+class _Runs:
+    """Runs a program in several ways, with progress."""
+
+    def __init__(self, train: Train, steps: int, apart: bool, progress: Progress | None, total: int) -> None:
+        self._train, self._steps, self._apart = train, steps, apart
+        self._progress, self._done, self._total = progress, 0, total
+
+    def run(self, way: Way, seed: int = 0) -> Measurement:
+        if self._progress is not None:
+            self._progress(f"run {self._done + 1} ({way})", self._done, max(self._total, self._done + 1))
+        self._done += 1
+        plan = Plan(way, self._steps, seed)
+        return measure_apart(self._train, plan) if self._apart else measure(self._train, plan)
+
+
+def record(
+    train: Train,
+    steps: int = 3,
+    *,
+    apart: bool = False,
+    progress: Progress | None = None,
+) -> Golden:
+    """Run a program ten times and return what it computes, and how accurately.
+
+    The runs: as it is, with each module once more in float64, twice in float64, and six times with random rounding.
+    Each ends after the given number of optimizer steps. Random number generators are seeded before each run.
+
+    Args:
+        train: A function of no argument, or of a probe. It builds model, optimizer and data, all from fixed seeds, and
+            trains. `probe(name, tensor)` records a value of its own.
+        steps: Steps of each optimizer until the program is ended, at least 1.
+        apart: Whether each run is a process of its own, for programs that change state outside themselves. On Linux,
+            castwise's own process must then not have computed anything on an accelerator.
+        progress: Called before each run with what it is, the runs done, and all runs.
+
+    Raises:
+        ValueError: `steps` is below 1, or the program takes fewer steps and no probe.
+        NotReproducibleError: Two runs of the program differ in float64.
+        ProgramError: With `apart`, the program raised.
+
+    Example:
+        >>> import torch, castwise.checking
+        >>> def train():
+        ...     torch.manual_seed(0)
+        ...     model = torch.nn.Linear(4, 2)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     for _ in range(2):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(3, 4)).square().mean().backward()
+        ...         optimizer.step()
+        >>> golden = castwise.checking.record(train, steps=2)
+        >>> castwise.checking.check(train, golden).kind
+        'identical'
+    """
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    runs = _Runs(train, steps, apart, progress, 4 + ROUNDED_RUNS)
+    plain = runs.run("plain")
+    _check_steps(plain, steps)
+    exact, moved = runs.run("exact"), runs.run("exact-rounded", seed=1)
+    local = runs.run("local")
+    if local.digests != plain.digests:
+        again = runs.run("exact")
+        worst = max(judging.errors(again.probes, exact.probes).values(), default=0.0)
+        if worst > judging.SAME or exact.probes.keys() != again.probes.keys():
+            raise NotReproducibleError(
+                f"two runs of the program differ in float64, by up to {worst:.1e}: build model, optimizer and data "
+                "from fixed seeds"
+            )
+    rounded = [runs.run("rounded", seed) for seed in range(1, ROUNDED_RUNS + 1)]
+    return _golden_of(plain, exact, moved, local, rounded)
+
+
+def _check_steps(plain: Measurement, steps: int) -> None:
+    has_values = any(key.kind == "value" for key in plain.probes)
+    if plain.steps < steps and not (has_values and plain.steps == 0):
+        skipped = f", and its scaler skipped {plain.skipped}" if plain.skipped else ""
+        raise ValueError(f"the program took {plain.steps} optimizer steps of {steps}{skipped}: record fewer steps")
+
+
+def _golden_of(
+    plain: Measurement, exact: Measurement, moved: Measurement, local: Measurement, rounded: list[Measurement]
+) -> Golden:
+    deciding = {key: sketch for key, sketch in exact.probes.items() if key.kind in DECIDING}
+    spreads = [judging.errors(run.probes, deciding) for run in rounded]
+    dtypes = set().union(*(run.dtypes for run in rounded))
+    golden = Golden(
+        plain.steps,
+        next((dtype for dtype in ("float16", "bfloat16") if dtype in dtypes), "float32"),
+        {**plain.about, "commit": _commit()},
+        plain.settings,
+        plain.digests,
+        exact.probes,
+        exact.callers,
+        judging.errors(plain.probes, deciding),
+        skipped=plain.skipped,
+    )
+    golden.spreads = {key: max((run.get(key, 0.0) for run in spreads), default=0.0) for key in golden.errors}
+    golden.local = {
+        name: max(error, *(run.local.get(name, 0.0) for run in rounded)) for name, error in local.local.items()
+    }
+    golden.left_out = judging.noise_of(exact, moved)
+    return golden
+
+
+def _commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
+
+
+def check(
+    train: Train,
+    golden: Golden | str | os.PathLike[str],
+    *,
+    apart: bool = False,
+    progress: Progress | None = None,
+) -> CheckResult:
+    """Compare a program with what was recorded of it.
+
+    The program runs once as it is. If its bits differ, it runs in float64, which tells whether it is the same function,
+    and once more with each module in float64, which tells whether it is as accurate.
+
+    Args:
+        train: See `record`.
+        golden: What `record` returned, or the path of a golden file.
+        apart: See `record`.
+        progress: See `record`.
+
+    Raises:
+        ValueError: The file is not a golden file.
+        OSError: The file cannot be read.
+        Exception: What the program raises as it is; with `apart`, a ProgramError.
+    """
+    golden = golden if isinstance(golden, Golden) else Golden.load(golden)
+    runs = _Runs(train, golden.steps or 1, apart, progress, 3)
+    plain = runs.run("plain")
+    notes = _environment_notes(golden, plain)
+    settings = judging.changed_settings(golden, plain.settings)
+    if plain.steps < golden.steps:
+        text = f"the program took {plain.steps} optimizer steps, and {golden.steps} were recorded"
+        return CheckResult("cannot tell", f"cannot tell: {text}", notes=notes)
+    if plain.digests == golden.digests and not settings:
+        return CheckResult("identical", "identical: all gradients, weights and buffers have the same bits", notes=notes)
+    try:
+        exact = runs.run("exact")
+    except Exception as error:
+        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        return CheckResult("cannot tell", f"cannot tell: the program does not run in float64: {last[0]}", notes=notes)
+    return _judged(runs, golden, plain, exact, settings, notes)
+
+
+def _judged(
+    runs: _Runs,
+    golden: Golden,
+    plain: Measurement,
+    exact: Measurement,
+    settings: list[str],
+    notes: tuple[str, ...],
+) -> CheckResult:
+    names = judging.renamed(golden, exact.probes)
+    if names:
+        notes += (f"{len(names)} parameters have other names, and were matched by position and initial values",)
+    compared = judging.Comparison(golden, judging.with_old_names(exact.probes, names))
+    facts: dict[str, Any] = {
+        "difference": compared.largest,
+        "compared": len(compared.deciding),
+        "left_out": compared.left_out,
+    }
+    if compared.is_different:
+        return _different(runs, compared, exact, settings, notes, facts)
+    notes += tuple(f"setting without effect in these steps: {text}" for text in settings)
+    if compared.largest > judging.SAME:
+        text = f"cannot tell: the largest difference in float64 is {compared.largest:.1e}"
+        return CheckResult("cannot tell", text, notes=notes, **facts)
+    if not compared.deciding:
+        return CheckResult("cannot tell", "cannot tell: all values are rounding noise", notes=notes, **facts)
+    if plain.skipped or golden.skipped:
+        text = "cannot tell: the same function, but a gradient scaler skipped steps, so accuracy cannot be compared; "
+        return CheckResult("cannot tell", text + "lower its initial scale", notes=notes, **facts)
+    return _accuracy(runs, golden, judging.errors(plain.probes, exact.probes), names, notes, facts)
+
+
+def _different(
+    runs: _Runs,
+    compared: judging.Comparison,
+    exact: Measurement,
+    settings: list[str],
+    notes: tuple[str, ...],
+    facts: dict[str, Any],
+) -> CheckResult:
+    again = judging.errors(runs.run("exact").probes, exact.probes)
+    worst = max((error for key, error in again.items() if key not in compared.golden.left_out), default=0.0)
+    if worst > judging.SAME:
+        text = f"cannot tell: two runs of the program differ in float64, by up to {worst:.1e}; fix its seeds"
+        return CheckResult("cannot tell", text, notes=notes, **facts)
+    place, step = compared.place()
+    if place == "optimizer" and settings:
+        text, notes = f"optimizer, {settings[0]}", notes + tuple(f"also: {each}" for each in settings[1:])
+    else:
+        text, notes = f"{place}, step {step}", notes + tuple(settings)
+    return CheckResult("different", f"different function: {text}", place, notes=notes, **facts)
+
+
+def _accuracy(
+    runs: _Runs,
+    golden: Golden,
+    own: dict[Any, float],
+    names: dict[str, str],
+    notes: tuple[str, ...],
+    facts: dict[str, Any],
+) -> CheckResult:
+    own = {key: error for key, error in own.items() if key.kind in DECIDING}
+    named = {key._replace(name=names.get(key.name, key.name)): error for key, error in own.items()}
+    worst = judging.accuracy(golden, named)
+    module = judging.accuracy_of_modules(golden, runs.run("local").local)
+    for found in (module, worst):
+        if found is not None and not found.ratio <= found.allowed:
+            where = found.value if found is module else judging.owner_of(found.value, golden.local)
+            text = f"same function, less accurate: {where}, {found.ratio:.3g} x"
+            return CheckResult("less accurate", text, where, accuracy=found, notes=notes, **facts)
+    if worst is None:
+        notes += ("no value is accurate enough in the golden to compare its accuracy",)
+    return CheckResult("same", "same function, as accurate", accuracy=worst, notes=notes, **facts)
+
+
+def _environment_notes(golden: Golden, plain: Measurement) -> tuple[str, ...]:
+    now = plain.about
+    names = ("torch", "device", "threads", "python")
+    changed = [name for name in names if golden.about.get(name) != now[name]]
+    return tuple(f"recorded with {name} {golden.about.get(name)}, now {now[name]}" for name in changed)

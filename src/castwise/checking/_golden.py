@@ -1,0 +1,190 @@
+"""`Golden`: what a program computed when it was recorded, and the file that keeps it."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from castwise import _files
+from castwise.checking._recorder import DECIDING, ProbeKey
+from castwise.checking._sketches import KEPT, Sketch
+
+FORMAT = 1
+KEPT_OF_MODULES = 4
+"""Buckets that a file keeps of inputs, outputs and gradients of modules."""
+MOST_PROBES = 3000
+"""Probes from which on a file has fewer of modules."""
+_HEADER, _VALUES = "header.json", "values.bin"
+_BYTES = 6  # of the eight of a float64, which leaves 36 bits of the fraction: 7e-12
+_LARGEST = 64 * 2**20  # of either part, unpacked: a file of another program must not fill the memory
+
+
+@dataclass
+class Golden:
+    """What a program computed when it was recorded. Made by `record` and `Golden.load`.
+
+    Args:
+        steps: Optimizer steps that were recorded.
+        dtype: The narrowest dtype in which the program computes: "float32", "bfloat16" or "float16".
+        about: Versions, device, threads and the git commit.
+        settings: Settings of the optimizers at each step.
+        digests: Hashes of gradients, weights and buffers after each step, as computed in the program's dtypes.
+        probes: Sketches of the run in float64, in the order of computing.
+        callers: For inputs of a module, the module whose code called it; None if the program did.
+        errors: For values that decide, the error of the program in its own dtypes, relative to float64.
+        spreads: For the same values, the largest such error of the runs with random rounding.
+        local: For each module, the largest error against float64 on its own inputs.
+        left_out: Values that are rounding noise, and are therefore not compared.
+        skipped: Steps that a gradient scaler skipped.
+    """
+
+    steps: int
+    dtype: str
+    about: dict[str, Any]
+    settings: list[list[dict[str, Any]]] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    probes: dict[ProbeKey, Sketch] = field(default_factory=dict)
+    callers: dict[ProbeKey, str | None] = field(default_factory=dict)
+    errors: dict[ProbeKey, float] = field(default_factory=dict)
+    spreads: dict[ProbeKey, float] = field(default_factory=dict)
+    local: dict[str, float] = field(default_factory=dict)
+    left_out: set[ProbeKey] = field(default_factory=set)
+    skipped: int = 0
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file, atomically. The manual describes its format.
+
+        Raises:
+            FileExistsError: There is a file that is not a golden file.
+            OSError: The file cannot be written.
+        """
+        buffer = io.BytesIO()
+        probes = _thinned(self.probes)
+        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in ((_HEADER, self._header(probes)), (_VALUES, self._values(probes))):
+                archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED, 9)
+        _files.replace(Path(path), buffer.getvalue(), "a golden file", _is_golden)
+
+    def _header(self, probes: list[ProbeKey]) -> bytes:
+        names = sorted(
+            {key.name for key in probes} | {caller for caller in self.callers.values() if caller is not None}
+        )
+        number = {name: i for i, name in enumerate(names)}
+        rows = []
+        for key in probes:
+            caller = self.callers.get(key)
+            row = [key.step, key.kind, number[key.name], key.call, key.position]
+            rows.append(row + ([] if key.kind != "in" else [-1 if caller is None else number[caller]]))
+        header = {
+            "format": FORMAT,
+            "steps": self.steps,
+            "dtype": self.dtype,
+            "about": self.about,
+            "settings": self.settings,
+            "digests": self.digests,
+            "skipped": self.skipped,
+            "names": names,
+            "probes": rows,
+            "left_out": [i for i, key in enumerate(probes) if key in self.left_out],
+            "local": {name: float(f"{error:.3g}") for name, error in self.local.items()},
+        }
+        return json.dumps(header, separators=(",", ":")).encode()
+
+    def _values(self, probes: list[ProbeKey]) -> bytes:
+        parts = []
+        for key in probes:
+            sketch = self.probes[key]
+            kept = KEPT if key.kind in DECIDING else KEPT_OF_MODULES
+            parts += [_packed(value) for value in (*sketch.folded(kept), sketch.norm, sketch.sum)]
+        for key in probes:
+            if key.kind in DECIDING:
+                parts.append(struct.pack("<ff", self.errors.get(key, math.nan), self.spreads.get(key, math.nan)))
+        return b"".join(parts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Golden:
+        """Read a golden file. Reading runs no code of the file.
+
+        Raises:
+            ValueError: It is not a golden file, or one of a newer version of castwise.
+            OSError: The file cannot be read.
+        """
+        try:
+            with zipfile.ZipFile(path) as archive:
+                header = json.loads(_read(archive, _HEADER))
+                values = _read(archive, _VALUES)
+            version = int(header["format"])
+            golden = cls._of(header, values) if version <= FORMAT else None
+        except (zipfile.BadZipFile, KeyError, TypeError, IndexError, AttributeError, ValueError, struct.error) as error:
+            raise ValueError(f"{path} is not a golden file of `castwise check record`: {error}") from None
+        if golden is None:
+            raise ValueError(f"{path} has format {version}, which needs a newer version of castwise")
+        return golden
+
+    @classmethod
+    def _of(cls, header: dict[str, Any], values: bytes) -> Golden:
+        names = header["names"]
+        golden = cls(int(header["steps"]), str(header["dtype"]), dict(header["about"]))
+        golden.settings, golden.digests = list(header["settings"]), list(header["digests"])
+        golden.skipped = int(header["skipped"])
+        golden.local = {str(name): float(error) for name, error in header["local"].items()}
+        keys, at = [], 0
+        for step, kind, name, call, index, *caller in header["probes"]:
+            key = ProbeKey(int(step), str(kind), str(names[name]), int(call), int(index))
+            keys.append(key)
+            if kind == "in":
+                golden.callers[key] = None if caller[0] < 0 else str(names[caller[0]])
+            count = (KEPT if kind in DECIDING else KEPT_OF_MODULES) + 2
+            *buckets, norm, total = (_unpacked(values[at + i * _BYTES :][:_BYTES]) for i in range(count))
+            golden.probes[key], at = Sketch(tuple(buckets), norm, total), at + count * _BYTES
+        for key in keys:
+            if key.kind in DECIDING:
+                error, spread = struct.unpack_from("<ff", values, at)
+                at += 8
+                if not math.isnan(error):
+                    golden.errors[key], golden.spreads[key] = error, spread
+        golden.left_out = {keys[i] for i in header["left_out"]}
+        return golden
+
+
+def _read(archive: zipfile.ZipFile, name: str) -> bytes:
+    if archive.getinfo(name).file_size > _LARGEST:
+        raise ValueError(f"{name} is too large")
+    return archive.read(name)
+
+
+def _packed(value: float) -> bytes:
+    (bits,) = struct.unpack(">Q", struct.pack(">d", value))
+    return int(min(bits + 0x8000, 2**64 - 1)).to_bytes(8, "big")[:_BYTES]  # rounded to nearest
+
+
+def _unpacked(value: bytes) -> float:
+    (number,) = struct.unpack(">d", value + bytes(8 - _BYTES))
+    return float(number)
+
+
+def _is_golden(head: bytes) -> bool:
+    return head.startswith(b"PK") and _HEADER.encode() in head
+
+
+def _thinned(probes: Iterable[ProbeKey]) -> list[ProbeKey]:
+    """Leave out probes of modules while there are too many: those of middle steps, then inputs, then later steps."""
+    keys = list(probes)
+    last = max((key.step for key in keys), default=0)
+    rules = (
+        lambda key: key.step in (0, last),
+        lambda key: key.kind != "in",
+        lambda key: key.step == 0,
+    )
+    for keeps in rules:
+        if len(keys) > MOST_PROBES:
+            keys = [key for key in keys if key.kind in DECIDING or keeps(key)]
+    return keys

@@ -1,0 +1,204 @@
+"""Compare runs with a golden: is it the same function, and is it as accurate?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from castwise.checking._golden import Golden
+from castwise.checking._recorder import DECIDING, Measurement, ProbeKey
+from castwise.checking._result import Accuracy
+from castwise.checking._sketches import Sketch, relative_error
+
+SAME, DIFFERENT = 1e-10, 1e-8
+"""Relative differences in float64 up to which a function is the same, and above which it is another one."""
+NOISE = 1e-10
+"""What one rounding in float64 may move in a value that is compared."""
+NEGLIGIBLE = 1e-8
+"""Part of the largest norm of a kind in a step below which a norm counts as zero."""
+ALLOWED = {"float32": 100.0, "bfloat16": 3.0, "float16": 3.0}
+"""How many times the recorded error may be reached in a run of this dtype: random rounding underestimates what another
+order of float32 sums does, by up to 31 times where it was measured."""
+ALLOWED_OF_MODULES = 100.0
+USABLE = 0.3
+"""Recorded error above which the accuracy of a value is not compared."""
+_FLOOR = 2.0**-27  # a float32 unit over 8: an error below it is as good as none
+
+
+def largest_norms(probes: Mapping[ProbeKey, Sketch]) -> dict[tuple[int, str], float]:
+    """Return the largest norm of each kind in each step."""
+    norms: dict[tuple[int, str], float] = {}
+    for key, sketch in probes.items():
+        if math.isfinite(sketch.norm):
+            norms[key.step, key.kind] = max(norms.get((key.step, key.kind), 0.0), sketch.norm)
+    return norms
+
+
+def errors(probes: Mapping[ProbeKey, Sketch], reference: Mapping[ProbeKey, Sketch]) -> dict[ProbeKey, float]:
+    """Return relative errors of the values that both have, in the order of the reference."""
+    norms = largest_norms(reference)
+    return {
+        key: relative_error(probes[key], sketch, NEGLIGIBLE * norms.get((key.step, key.kind), 0.0))
+        for key, sketch in reference.items()
+        if key in probes
+    }
+
+
+def noise_of(exact: Measurement, moved: Measurement) -> set[ProbeKey]:
+    """Return what one rounding in float64 changes so much that it cannot be compared."""
+    noisy = {key for key, error in errors(moved.probes, exact.probes).items() if not error <= NOISE}
+    norms = largest_norms(exact.probes)
+    # Adam divides a gradient by its own size, so the update of one that is only rounding is of full size.
+    for key, sketch in exact.probes.items():
+        if key.kind == "gradient" and sketch.norm <= 1e-10 * norms[key.step, "gradient"]:
+            noisy |= {
+                later for later in exact.probes if later.name == key.name and later.kind in ("gradient", "update")
+            }
+    return noisy
+
+
+def renamed(golden: Golden, now: Mapping[ProbeKey, Sketch]) -> dict[str, str]:
+    """Return new names of parameters by their old ones, if all have other names and the same initial values."""
+    old, new = ([key for key in probes if key.kind == "param"] for probes in (golden.probes, now))
+    if len(old) != len(new) or {key.name for key in old} == {key.name for key in new}:
+        return {}
+    pairs = list(zip(old, new, strict=True))
+    if any(relative_error(now[b], golden.probes[a]) > DIFFERENT for a, b in pairs):
+        return {}
+    return {b.name: a.name for a, b in pairs}
+
+
+def with_old_names(probes: Mapping[ProbeKey, Sketch], names: Mapping[str, str]) -> dict[ProbeKey, Sketch]:
+    """Return sketches with parameters named as in the golden."""
+    of_params = ("param", "gradient", "update")
+    return {
+        key._replace(name=names.get(key.name, key.name)) if key.kind in of_params else key: sketch
+        for key, sketch in probes.items()
+    }
+
+
+class Comparison:
+    """A run in float64, compared with that of a golden.
+
+    Args:
+        golden: The golden.
+        now: Sketches of the run, with names as in the golden.
+    """
+
+    def __init__(self, golden: Golden, now: Mapping[ProbeKey, Sketch]) -> None:
+        self.golden = golden
+        self._now = now
+        deciding = {key: sketch for key, sketch in golden.probes.items() if key.kind in DECIDING}
+        self.missing = [key for key in deciding if key not in now]
+        self.new = [key for key in now if key.kind in DECIDING and key not in deciding]
+        all_errors = errors(now, golden.probes)
+        self.left_out = sum(key in golden.left_out for key in deciding)
+        self.errors = {key: error for key, error in all_errors.items() if key not in golden.left_out}
+        self.deciding = {key: error for key, error in self.errors.items() if key.kind in DECIDING}
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference of a value that decides."""
+        return max(self.deciding.values(), default=0.0)
+
+    @property
+    def is_different(self) -> bool:
+        """Whether the function is another one."""
+        return bool(self.missing or self.new) or self.largest > DIFFERENT
+
+    def place(self) -> tuple[str, int]:
+        """Return where the first difference is, and its step, from 1."""
+        counts = [
+            Counter((key.step, key.kind, key.name) for key in probes) for probes in (self.golden.probes, self._now)
+        ]
+        for key, error in self.errors.items():
+            call = (key.step, key.kind, key.name)
+            if error > DIFFERENT and (key.kind in DECIDING or counts[0][call] == counts[1][call]):
+                return self._described(key), key.step + 1
+        if self.missing:
+            return f"{_value(self.missing[0])} is missing", self.missing[0].step + 1
+        return f"{_value(self.new[0])} is new", self.new[0].step + 1
+
+    def _described(self, key: ProbeKey) -> str:
+        name = key.name or "the model"
+        if key.kind == "in":
+            caller = self.golden.callers.get(key)
+            return f"the data, or code before {name}" if caller is None else f"{caller or 'the model'}, forward"
+        if key.kind in ("forward", "backward"):
+            return f"{name}, {key.kind}"
+        if key.kind == "gradient":
+            return self._gradients(key.step)
+        return {"loss": "loss", "update": "optimizer", "param": f"initial weight {key.name}"}.get(key.kind, _value(key))
+
+    def _gradients(self, step: int) -> str:
+        """Return the one module whose gradients differ; all others would have been changed after the backward."""
+        of_step = {key.name: error for key, error in self.errors.items() if key.step == step and key.kind == "gradient"}
+        owners = {name.rpartition(".")[0] for name, error in of_step.items() if error > DIFFERENT}
+        others = {name.rpartition(".")[0] for name in of_step} - owners
+        return f"{owners.pop()}, weight gradient" if len(owners) == 1 and others else "between backward and step"
+
+
+def _value(key: ProbeKey) -> str:
+    return key.name if key.kind == "loss" else f"{key.kind} {key.name}"
+
+
+def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> list[str]:
+    """Return what differs in the settings of the optimizers, each once, exactly."""
+    found: dict[str, None] = {}
+    for step, (before, after) in enumerate(zip(golden.settings, now, strict=False), 1):
+        if len(before) != len(after):
+            found.setdefault(f"{len(before)} parameter groups are now {len(after)}")
+            continue
+        for old, new in zip(before, after, strict=True):
+            if old["optimizer"] != new["optimizer"]:
+                found.setdefault(f"optimizer {old['optimizer']} is now {new['optimizer']}")
+            if old["params"] != new["params"]:
+                found.setdefault(f"other parameters in group {old['group']} of {old['optimizer']}")
+            names = [*old["values"], *(name for name in new["values"] if name not in old["values"])]
+            for name in names:
+                pair = [values["values"].get(name, "not set") for values in (old, new)]
+                if pair[0] != pair[1] and not any(text.startswith(f"{name} ") for text in found):
+                    found.setdefault(f"{name} {pair[0]} is now {pair[1]} ({old['optimizer']}, step {step})")
+    return list(found)
+
+
+def accuracy(golden: Golden, own: Mapping[ProbeKey, float]) -> Accuracy | None:
+    """Return the value whose error exceeds what was recorded most; None if none can be compared.
+
+    Args:
+        golden: The golden.
+        own: Errors of the program in its own dtypes against its own run in float64.
+    """
+    allowed = ALLOWED.get(golden.dtype, 100.0)
+    worst: Accuracy | None = None
+    for key, error in own.items():
+        if key not in golden.errors or key in golden.left_out:
+            continue
+        recorded, spread = golden.errors[key], golden.spreads[key]
+        if max(recorded, spread) < USABLE:
+            ratio = error / max(recorded, spread, _FLOOR)
+            if worst is None or not ratio <= worst.ratio:
+                worst = Accuracy(f"{_value(key)}, step {key.step + 1}", error, recorded, spread, allowed, ratio)
+    return worst
+
+
+def accuracy_of_modules(golden: Golden, local: Mapping[str, float]) -> Accuracy | None:
+    """Return the first module whose own error exceeds what is allowed, or else the one nearest to it."""
+    found: Accuracy | None = None
+    for name, error in local.items():
+        if name in golden.local:
+            recorded = golden.local[name]
+            ratio = error / max(recorded, _FLOOR)
+            if found is None or (ratio > found.ratio and found.ratio <= ALLOWED_OF_MODULES):
+                found = Accuracy(name or "the model", error, recorded, None, ALLOWED_OF_MODULES, ratio)
+    return found
+
+
+def owner_of(value: str, names: Iterable[str]) -> str:
+    """Return the module in the description of a value, such as `head` of "gradient head.weight, step 1"."""
+    name = value.partition(", step")[0].partition(" ")[2]
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return name or value

@@ -1,0 +1,402 @@
+"""`Recorder`: sketches of what a training program computes, from hooks that the program does not see."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_hooks
+
+from castwise._torch_private import is_backward_running, tree_leaves, tree_map, without_dispatch_modes
+from castwise.amp import GradScaler, autocast
+from castwise.checking._names import Names
+from castwise.checking._promotion import exact_arithmetic, widen
+from castwise.checking._sketches import Sketch, digest_of, sketch_of
+
+Kind = Literal["param", "in", "forward", "backward", "loss", "gradient", "update", "buffer", "value"]
+DECIDING = ("param", "loss", "gradient", "update", "buffer", "value")
+"""Kinds that do not depend on how the program is divided into modules. All others only name what differs."""
+_IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
+
+
+class ProbeKey(NamedTuple):
+    """Where a sketch was taken.
+
+    Args:
+        step: The optimizer step, from 0.
+        kind: What was sketched.
+        name: The module, the parameter, the buffer or the value.
+        call: Which call in this step, from 0.
+        position: Which tensor of that call.
+    """
+
+    step: int
+    kind: str
+    name: str
+    call: int = 0
+    position: int = 0
+
+
+@dataclass
+class Measurement:
+    """What one run of a program has shown.
+
+    Args:
+        probes: The sketches, in the order in which the program computed the values.
+        callers: For inputs of a module, the module whose code called it; None if the program did.
+        digests: Hashes of gradients, weights and buffers after each step.
+        settings: Settings of each optimizer at each step.
+        local: Relative errors of modules against float64 on their own inputs.
+        dtypes: Names of the floating-point dtypes that ops returned; only of runs with random rounding.
+        about: Versions, device and threads.
+        steps: Optimizer steps taken.
+        skipped: Steps that a gradient scaler skipped.
+    """
+
+    probes: dict[ProbeKey, Sketch] = field(default_factory=dict)
+    callers: dict[ProbeKey, str | None] = field(default_factory=dict)
+    digests: list[str] = field(default_factory=list)
+    settings: list[list[dict[str, Any]]] = field(default_factory=list)
+    local: dict[str, float] = field(default_factory=dict)
+    dtypes: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    skipped: int = 0
+
+
+class EndOfRun(BaseException):
+    """Ends a program after its last step; not an Exception, so that programs do not catch it."""
+
+
+class Recorder:
+    """Records what a program computes until it has taken a number of steps, and then ends it.
+
+    Args:
+        steps: The number of steps of each optimizer.
+        watches_modules: Whether to sketch inputs, outputs and gradients of modules.
+        reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
+        after_step: Called with the weights after each step.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        watches_modules: bool = False,
+        reruns: bool = False,
+        after_step: Callable[[list[torch.Tensor]], None] | None = None,
+    ) -> None:
+        self.measurement = Measurement()
+        self._steps, self._watches_modules, self._reruns, self._after_step = steps, watches_modules, reruns, after_step
+        self._names = Names()
+        self._places: dict[ProbeKey, float] = {}
+        self._place = itertools.count()
+        self._calls: dict[tuple[str, str], int] = {}
+        self._stack: list[tuple[str, int, int, Any]] = []
+        self._counts: dict[int, int] = {}
+        self._optimizers: list[Optimizer] = []
+        self._before: dict[torch.Tensor, torch.Tensor] = {}
+        self._nested = 0
+        self._scale = 1.0
+        self._values: list[torch.Tensor] = []
+        self._is_off = False
+
+    def __call__(self, name: str, value: torch.Tensor) -> None:
+        """Record a value of the program's own, such as logits. It counts like a weight: a difference decides.
+
+        Args:
+            name: Its name.
+            value: A tensor of any shape and dtype.
+
+        Raises:
+            TypeError: The value is not a tensor.
+        """
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"probe({name!r}, value) takes a tensor, got a {type(value).__name__}")
+        self._values.append(value.detach())
+        self._put("value", name, [value])
+
+    # What the program does
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the program in the block, which ends after the last step."""
+        with ExitStack() as undo:
+            handles = [
+                optimizer_hooks.register_optimizer_step_pre_hook(self._stepping),
+                optimizer_hooks.register_optimizer_step_post_hook(self._stepped),
+            ]
+            if self._watches_modules or self._reruns:
+                handles.append(module_hooks.register_module_forward_pre_hook(self._calling))
+                handles.append(
+                    module_hooks.register_module_forward_hook(self._called, with_kwargs=True, always_call=True)
+                )
+            for handle in handles:
+                undo.callback(handle.remove)
+            undo.enter_context(_replaced(torch.autograd, "backward", self._backward))
+            for scaler in (torch.amp.GradScaler, GradScaler):
+                undo.enter_context(_replaced(scaler, "scale", self._scaling))
+                undo.enter_context(_replaced(scaler, "step", self._scaler_step))
+            with suppress(EndOfRun):
+                yield
+        self._finish()
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_backward_running():
+            losses = [tensor for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)]
+            self._add_loss(losses)
+        return original(tensors, *args, **kwargs)
+
+    def _scaling(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(scaler, *args, **kwargs)
+        with without_dispatch_modes():
+            self._scale = float(scaler.get_scale()) if scaler.is_enabled() else 1.0
+        return result
+
+    def _scaler_step(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        before = sum(self._counts.values())
+        result = original(scaler, *args, **kwargs)
+        self.measurement.skipped += sum(self._counts.values()) == before
+        return result
+
+    def _calling(self, module: nn.Module, args: Any) -> None:
+        if self._is_off or is_backward_running() or not torch.is_grad_enabled():
+            return
+        name = self._names.module(module)
+        call, place = self._next_call("forward", name), next(self._place)
+        caller = self._stack[-1][0] if self._stack else None
+        state = torch.get_rng_state() if self._wants_rerun(call) else None
+        self._stack.append((name, call, place, (caller, state)))
+        self._put_inputs(name, call, place, caller, args, 0)
+
+    def _put_inputs(self, name: str, call: int, place: float, caller: str | None, args: Any, first: int) -> None:
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        for index, tensor in enumerate(tensors, first):
+            key = ProbeKey(self._step, "in", name, call, index)
+            if self._watches_modules and self._store(key, tensor, place):
+                self.measurement.callers[key] = caller
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self._is_off or is_backward_running() or not torch.is_grad_enabled() or not self._stack:
+            return
+        name = self._names.module(module)
+        while self._stack and self._stack[-1][0] != name:  # calls that raised
+            self._stack.pop()
+        if not self._stack:
+            return
+        _, call, place, (caller, state) = self._stack.pop()
+        if state is not None:
+            self._rerun(module, name, args, kwargs, output, state)
+        if self._watches_modules:
+            self._put_inputs(name, call, place + 0.5, caller, kwargs, len(tree_leaves(args)))
+            for index, tensor in enumerate(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
+                self._store(ProbeKey(self._step, "forward", name, call, index), tensor)
+                if tensor.requires_grad:
+                    key = ProbeKey(self._step, "backward", name, call, index)
+                    tensor.register_hook(functools.partial(self._gradient_came, key))  # type: ignore[no-untyped-call]
+
+    def _gradient_came(self, key: ProbeKey, grad: torch.Tensor) -> None:
+        if key not in self.measurement.probes:
+            self._store(key, grad, scale=self._scale)
+
+    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._nested += 1
+        if self._nested > 1:  # an optimizer that calls another one
+            return
+        if self._counts.get(id(optimizer), 0) >= self._steps:
+            self._nested = 0
+            raise EndOfRun
+        params = _params_of(optimizer)
+        self._names.find_params(params)
+        if id(optimizer) not in self._counts:
+            self._counts[id(optimizer)] = 0
+            self._optimizers = self._optimizers or self._of_this_program()
+            for param in params:
+                self._store(ProbeKey(0, "param", self._names.param(param)), param, -1.0)
+        self._note_settings(optimizer)
+        scale = getattr(optimizer, "grad_scale", None)
+        with torch.no_grad(), without_dispatch_modes():
+            for param in params:
+                if param.grad is not None:
+                    name = self._names.param(param)
+                    key = ProbeKey(self._counts[id(optimizer)], "gradient", name)
+                    self._store(key, param.grad, scale=1.0 if scale is None else float(scale))
+            self._before = {param: param.detach().clone() for param in params}
+
+    def _of_this_program(self) -> list[Optimizer]:
+        """Return the optimizers of the models that have been named; other programs of this process may have more."""
+        optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+        return [found for found in optimizers if any(self._names.knows(param) for param in _params_of(found))]
+
+    def _note_settings(self, optimizer: Optimizer) -> None:
+        settings, step = self.measurement.settings, self._counts[id(optimizer)]
+        while len(settings) <= step:
+            settings.append([])
+        for number, group in enumerate(optimizer.param_groups):
+            values = {name: _plain(x) for name, x in group.items() if name not in _IMPLEMENTATION}
+            names = [self._names.param(param) for param in group["params"]] if step == 0 else []
+            settings[step].append(
+                {"optimizer": type(optimizer).__name__, "group": number, "values": values, "params": names}
+            )
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._nested -= 1
+        if self._nested > 0:
+            return
+        params = _params_of(optimizer)
+        grads = [param.grad for param in params if param.grad is not None]
+        with torch.no_grad(), without_dispatch_modes():
+            if self._after_step is not None:
+                self._after_step(params)
+            for param in params:
+                name = self._names.param(param)
+                update = widen(param.detach()) - widen(self._before.pop(param))
+                self._store(ProbeKey(self._counts[id(optimizer)], "update", name), update)
+            buffers = list(self._names.buffers())
+            for name, buffer in buffers:
+                self._store(ProbeKey(self._counts[id(optimizer)], "buffer", name), buffer)
+            self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
+        self._values.clear()
+        self._counts[id(optimizer)] += 1
+        if self._counts[id(optimizer)] > self.measurement.steps:
+            self.measurement.steps += 1
+            self._calls.clear()
+        if all(self._counts.get(id(each), 0) >= self._steps for each in self._optimizers):
+            raise EndOfRun
+
+    def _finish(self) -> None:
+        if self._values:
+            self.measurement.digests.append(digest_of(self._values))
+        probes = self.measurement.probes
+        order = sorted(probes, key=lambda key: self._places[key])
+        self.measurement.probes = {key: probes[key] for key in order}
+
+    # Storing
+
+    @property
+    def _step(self) -> int:
+        return self.measurement.steps
+
+    def _next_call(self, kind: str, name: str) -> int:
+        call = self._calls.get((kind, name), -1) + 1
+        self._calls[kind, name] = call
+        return call
+
+    def _add_loss(self, losses: list[torch.Tensor]) -> None:
+        """Add losses to those of this step, so that a batch in two halves has the loss of the whole."""
+        if self._step >= self._steps:
+            return
+        with torch.no_grad(), without_dispatch_modes():
+            for index, loss in enumerate(losses):
+                key = ProbeKey(self._step, "loss", "loss", 0, index)
+                sketch = sketch_of(loss.double() / self._scale)
+                before = self.measurement.probes.get(key)
+                if before is not None:
+                    buckets = tuple(a + b for a, b in zip(before.buckets, sketch.buckets, strict=True))
+                    total = before.sum + sketch.sum
+                    norm = abs(total) if loss.numel() == 1 else math.hypot(before.norm, sketch.norm)
+                    sketch = Sketch(buckets, norm, total)
+                self.measurement.probes[key] = sketch
+                self._places[key] = next(self._place)
+
+    def _put(self, kind: Kind, name: str, tensors: list[torch.Tensor]) -> None:
+        call = self._next_call(kind, name)
+        for index, tensor in enumerate(tensors):
+            self._store(ProbeKey(self._step, kind, name, call, index), tensor)
+
+    def _store(self, key: ProbeKey, tensor: torch.Tensor, place: float | None = None, scale: float = 1.0) -> bool:
+        if key.step >= self._steps and key.kind != "value":
+            return False
+        with torch.no_grad(), without_dispatch_modes():
+            sketch = sketch_of(tensor if scale == 1.0 else tensor.double() / scale)
+        self.measurement.probes[key] = sketch
+        self._places[key] = next(self._place) if place is None else place
+        return True
+
+    # Modules again in float64
+
+    def _wants_rerun(self, call: int) -> bool:
+        return self._reruns and self._step == 0 and call == 0
+
+    def _rerun(self, module: nn.Module, name: str, args: Any, kwargs: Any, output: Any, state: torch.Tensor) -> None:
+        """Compare a module's output with that of the same code in float64 on the same inputs."""
+        self._is_off = True
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        after = torch.get_rng_state()
+        try:
+            with torch.no_grad(), without_dispatch_modes(), _no_autocast():
+                torch.set_rng_state(state)
+                args, kwargs = tree_map(_detached, (args, kwargs))
+                with exact_arithmetic():
+                    exact = module.forward(*tree_map(widen, args), **tree_map(widen, kwargs))
+                self.measurement.local[name] = _error(output, exact)
+        except Exception:
+            pass  # a module that cannot run on its own has no local error
+        finally:
+            torch.set_rng_state(after)
+            with torch.no_grad(), without_dispatch_modes():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+            self._is_off = False
+
+
+def _error(output: Any, exact: Any) -> float:
+    """Return the relative error of a module's outputs, all together."""
+    pairs = zip(tree_leaves(output), tree_leaves(exact), strict=True)
+    difference = size = 0.0
+    for value, reference in pairs:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            difference += float((value.detach().double() - reference.double()).square().sum())
+            size += float(reference.double().square().sum())
+    return math.sqrt(difference / size) if size > 0 else 0.0
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _no_autocast() -> Iterator[None]:
+    with ExitStack() as stack:
+        for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+            stack.enter_context(autocast(device, enabled=False))
+        yield
+
+
+def _params_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (bool, int, float, str)) or value is None else str(type(value).__name__)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function by one that gets it as its first argument."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return instead(original, *args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

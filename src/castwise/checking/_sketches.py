@@ -1,0 +1,107 @@
+"""Sketches of tensors: a few numbers that differ whenever the tensors do, by about as much."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+BUCKETS = 128
+"""Signed sums while a sketch is computed."""
+KEPT = 8
+"""Signed sums that are kept."""
+_CHUNK = 2**20
+
+
+class Sketch(NamedTuple):
+    """A tensor in few numbers, all computed in float64.
+
+    Args:
+        buckets: Sums of the elements with fixed random signs; an element's position decides its bucket and its sign.
+            The sketch of a difference is the difference of the sketches, and its norm estimates the tensor's.
+        norm: The Euclidean norm.
+        sum: The sum.
+    """
+
+    buckets: tuple[float, ...]
+    norm: float
+    sum: float
+
+    def folded(self, count: int) -> tuple[float, ...]:
+        """Return the buckets, added up to a smaller number of them."""
+        width = len(self.buckets) // count
+        return tuple(math.fsum(self.buckets[i * width : (i + 1) * width]) for i in range(count))
+
+
+@functools.lru_cache(maxsize=4)
+def _signs(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(20_260_723)
+    bits = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int8)
+    return (bits * 2 - 1).to(device, torch.float64 if device.type != "mps" else torch.float32)
+
+
+def sketch_of(tensor: torch.Tensor) -> Sketch:
+    """Return the sketch of a tensor of any dtype and layout, without a copy of all of it in float64."""
+    flat = _flat(tensor)
+    signs = _signs(flat.device)
+    buckets, total, squares = signs.new_zeros(BUCKETS), signs.new_zeros(()), signs.new_zeros(())
+    for number, start in enumerate(range(0, flat.numel(), _CHUNK)):
+        values = flat[start : start + _CHUNK].to(signs.dtype)
+        total += values.sum()
+        squares += values.dot(values)
+        signed = values * signs[: values.numel()]
+        even = values.numel() - values.numel() % BUCKETS
+        part = signed[:even].view(-1, BUCKETS).sum(0)
+        part[: values.numel() - even] += signed[even:]
+        # Chunks share their signs, so each is rotated by its number.
+        buckets += part.roll(number) * (-1 if (number * 2654435761 >> 16) & 1 else 1)
+    kept = buckets.view(KEPT, -1).sum(1)
+    *sums, square, of_all = torch.cat([kept, squares.view(1), total.view(1)]).tolist()
+    return Sketch(tuple(sums), math.sqrt(square) if square >= 0 else math.nan, of_all)
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of the bits of tensors, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        flat = _flat(tensor).cpu()
+        digest.update(f"{flat.dtype} {tuple(tensor.shape)}".encode())
+        if flat.numel():
+            digest.update((ctypes.c_char * (flat.numel() * flat.element_size())).from_address(flat.data_ptr()))
+    return digest.hexdigest()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):  # a DTensor
+        tensor = tensor.full_tensor()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().reshape(-1)
+
+
+def relative_error(sketch: Sketch, reference: Sketch, smallest: float = 0.0) -> float:
+    """Return how far a tensor is from a reference, relative to the reference's norm.
+
+    Args:
+        sketch: The tensor.
+        reference: The reference; it may have fewer buckets.
+        smallest: A norm below which a reference counts as zero; errors are then relative to this one.
+    """
+    values = (*sketch.buckets, sketch.norm, *reference.buckets, reference.norm)
+    if not all(map(math.isfinite, values)):
+        return 0.0 if math.isnan(sketch.norm) and math.isnan(reference.norm) else math.inf
+    count = min(len(sketch.buckets), len(reference.buckets))
+    pairs = zip(sketch.folded(count), reference.folded(count), strict=True)
+    difference = max(math.hypot(*(a - b for a, b in pairs)), abs(sketch.norm - reference.norm))
+    if difference == 0:
+        return 0.0
+    size = max(reference.norm, smallest)
+    return difference / size if size > 0 else math.inf

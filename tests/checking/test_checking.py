@@ -1,0 +1,162 @@
+"""Verdicts on programs that compute something else, the same in another way, or the same less precisely."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.checking.programs import program, train
+
+from castwise.checking import CheckResult, Golden, NotReproducibleError, check, record
+
+DTYPES = {"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "fp16": {"dtype": torch.float16, "scale": 64.0}}
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def precision(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def golden(precision: str) -> Golden:
+    return record(program(**DTYPES[precision]), steps=2)
+
+
+def verdict(golden: Golden, precision: str, **changes: Any) -> CheckResult:
+    return check(program(**DTYPES[precision], **changes), golden)
+
+
+def test_an_unchanged_program_is_identical(golden: Golden, precision: str) -> None:
+    assert golden.dtype == {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    found = verdict(golden, precision)
+    assert (found.kind, found.exit_code) == ("identical", 0)
+
+
+@pytest.mark.parametrize("changes", [{"fused": True}, {"foreach": False}, {"clips_by_hand": True}])
+def test_a_rewrite_is_the_same_function(golden: Golden, precision: str, changes: dict[str, Any]) -> None:
+    found = verdict(golden, precision, **changes)
+    assert found.kind in ("same", "identical"), found
+    assert found.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"second": {"eps": 1e-6}}, "blocks.1.norm, forward"),
+        ({"second": {"gelu": "tanh"}}, "blocks.1, forward"),
+        ({"second": {"dropout": 0.11}}, "blocks.1, forward"),
+        ({"loss_bug": 1e-4}, "loss"),
+        ({"clip": 0.5}, "between backward and step"),
+        ({"lr": 1.001e-2}, "optimizer"),
+        ({"betas": (0.9, 0.9991)}, "optimizer"),
+        ({"weight_decay": 0.011}, "optimizer"),
+        ({"seed": 1}, "initial weight words.weight"),
+    ],
+)
+def test_another_function_is_found_and_named(
+    golden: Golden, precision: str, changes: dict[str, Any], where: str
+) -> None:
+    found = verdict(golden, precision, **changes)
+    assert (found.kind, found.where, found.exit_code) == ("different", where, 1), found
+
+
+def test_settings_are_named_exactly(golden: Golden, precision: str) -> None:
+    found = verdict(golden, precision, lr=1.001e-2)
+    assert found.verdict == "different function: optimizer, lr 0.01 is now 0.01001 (AdamW, step 1)"
+
+
+def test_a_value_in_fewer_bits_is_less_accurate() -> None:
+    golden = record(program(), steps=2)
+    found = check(program(second={"is_low": True}), golden)
+    assert (found.kind, found.where, found.exit_code) == ("less accurate", "blocks.1", 1), found
+    assert found.accuracy is not None
+    assert found.accuracy.ratio > found.accuracy.allowed
+    assert found.verdict.startswith("same function, less accurate: blocks.1, ")
+
+
+def test_a_batch_in_two_halves_is_the_same_function() -> None:
+    golden = record(program(dropout=0.0), steps=2)
+    found = check(program(dropout=0.0, halves=True), golden)
+    assert found.kind == "same", found
+
+
+def test_a_value_of_the_program_decides() -> None:
+    golden = record(lambda probe: train(logits=probe), steps=2)
+    assert check(lambda probe: train(logits=probe), golden).kind == "identical"
+
+    def changed(probe: Any) -> None:
+        train(logits=lambda name, value: probe(name, value * (1 + 1e-6)))
+
+    found = check(changed, golden)
+    assert (found.kind, found.where) == ("different", "value logits")
+
+
+def test_a_function_without_an_optimizer_is_checked_by_its_values() -> None:
+    def attention(probe: Any, *, causal: bool = True) -> None:
+        torch.manual_seed(0)
+        q, k, v = torch.randn(3, 2, 8, 4)
+        probe("out", torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal))
+
+    golden = record(attention, steps=1)
+    assert check(attention, golden).kind == "identical"
+    assert check(lambda probe: attention(probe, causal=False), golden).where == "value out"
+
+
+def test_a_program_without_seeds_is_refused() -> None:
+    calls = []
+
+    def unseeded() -> None:
+        calls.append(1)
+        train(seed=len(calls))
+
+    with pytest.raises(NotReproducibleError, match=r"two runs of the program differ in float64, by up to .*: build"):
+        record(unseeded, steps=1)
+
+
+def test_a_program_that_stops_being_reproducible_cannot_be_told() -> None:
+    golden, calls = record(program(), steps=1), []
+
+    def unseeded() -> None:
+        calls.append(1)
+        train(seed=len(calls))
+
+    found = check(unseeded, golden)
+    assert (found.kind, found.exit_code) == ("cannot tell", 125)
+    assert "fix its seeds" in found.verdict
+
+
+def test_a_program_without_enough_steps_is_refused() -> None:
+    with pytest.raises(ValueError, match="the program took 2 optimizer steps of 3: record fewer steps"):
+        record(program(), steps=3)
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        record(program(), steps=0)
+
+
+def test_fewer_steps_than_recorded_cannot_be_told() -> None:
+    golden = record(program(), steps=2)
+    found = check(program(steps=1), golden)
+    assert (found.kind, found.verdict) == (
+        "cannot tell",
+        "cannot tell: the program took 1 optimizer steps, and 2 were recorded",
+    )
+
+
+def test_a_probe_takes_tensors() -> None:
+    with pytest.raises(TypeError, match=r"probe\('x', value\) takes a tensor, got a float"):
+        record(lambda probe: probe("x", 1.0), steps=1)
+
+
+def test_checking_leaves_the_process_as_it_was() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    backward, step = torch.autograd.backward, torch.amp.GradScaler.step
+    golden = record(program(), steps=1)
+    check(program(lr=1.0), golden)
+    with pytest.raises(TypeError):
+        record(lambda probe: probe("x", 1.0), steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.autograd.backward is backward
+    assert torch.amp.GradScaler.step is step
+    assert torch.get_default_dtype() == torch.float32
+    assert not torch.nn.modules.module._global_forward_hooks

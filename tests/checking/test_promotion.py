@@ -1,0 +1,101 @@
+"""Programs in float64: whatever dtypes they ask for, and with the random numbers of float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import castwise
+from castwise.checking._promotion import exact_arithmetic
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2),
+        lambda: torch.tensor([0.1], dtype=torch.float32),
+        lambda: torch.zeros(2, dtype=torch.bfloat16),
+        lambda: torch.ones(2).float(),
+        lambda: torch.ones(2).to(torch.bfloat16),
+        lambda: torch.arange(3).half(),
+        lambda: torch.ones(2).type(torch.float16),
+        lambda: torch.softmax(torch.ones(2), 0, dtype=torch.float32),
+        lambda: torch.softmax(torch.ones(2).bfloat16(), 0, dtype=torch.float32),
+        lambda: torch.ones(2).sum(dtype=torch.float32),
+        lambda: torch.from_numpy(np.ones(2, dtype=np.float32)) * 3,
+        lambda: torch.nn.Linear(2, 2).bfloat16().weight,
+        lambda: torch.nn.Linear(2, 2)(torch.from_numpy(np.ones(2, dtype=np.float32))),
+    ],
+)
+def test_whatever_dtype_is_asked_for_is_float64(make: Callable[[], torch.Tensor]) -> None:
+    with exact_arithmetic():
+        assert make().dtype == torch.float64
+    assert torch.ones(1).dtype == torch.float32
+
+
+@pytest.mark.parametrize("region", [torch.autocast, castwise.autocast])
+def test_a_region_does_not_round(region: Callable[..., torch.autocast]) -> None:
+    with exact_arithmetic():
+        x, w = torch.full((2, 3), 1 / 3, dtype=torch.float64), torch.full((3, 2), 1 / 7, dtype=torch.float64)
+        with region("cpu", dtype=torch.bfloat16):
+            found = x @ w
+    assert torch.equal(found, x @ w)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(100),
+        lambda: torch.randn(100),
+        lambda: torch.empty(100).normal_(),
+        lambda: torch.empty(10, 10).t().uniform_(),
+        lambda: torch.empty(100).exponential_(),
+        lambda: torch.rand_like(torch.ones(100)),
+        lambda: torch.normal(torch.zeros(100), 1.0),
+        lambda: torch.bernoulli(torch.full((100,), 0.3)),
+        lambda: functional.dropout(torch.ones(100), 0.5),
+        lambda: torch.native_dropout(torch.ones(100), 0.5, True)[0],
+        lambda: torch.randint(0, 9, (100,)),
+        lambda: torch.randperm(100),
+        lambda: torch.multinomial(torch.arange(1.0, 50.0), 20),
+        lambda: torch.nn.Linear(10, 10).weight.detach(),
+    ],
+)
+def test_random_numbers_are_those_of_float32(draw: Callable[[], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    expected = draw()
+    torch.manual_seed(0)
+    with exact_arithmetic():
+        found = draw()
+    assert found.dtype == (torch.float64 if expected.is_floating_point() else expected.dtype)
+    assert torch.equal(found.to(expected.dtype), expected)
+
+
+@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, castwise.GradScaler])
+def test_scalers_and_optimizers_step_as_in_float64(kind: dict[str, bool], scaler: type[torch.amp.GradScaler]) -> None:
+    def step(dtype: torch.dtype) -> torch.Tensor:
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.arange(1, 6, dtype=dtype) / 3)
+        optimizer, scale = torch.optim.AdamW([param], lr=0.1, **kind), scaler("cpu", init_scale=4.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            scale.scale((param**2).sum()).backward()
+            scale.step(optimizer)
+            scale.update()
+        return param.detach()
+
+    with exact_arithmetic():
+        found = step(torch.float32)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, step(torch.float64), rtol=1e-12, atol=0)
+
+
+def test_the_default_dtype_is_put_back_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), exact_arithmetic():
+        _ = 1 / 0
+    assert torch.get_default_dtype() == torch.float32

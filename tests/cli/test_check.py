@@ -1,0 +1,96 @@
+"""`castwise check`: its exit codes, files and texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from castwise._cli import app
+
+SCRIPT = """
+import sys
+import torch
+
+print("noise of the script")
+eps, module = float(sys.argv[1]) if len(sys.argv) > 1 else 1e-5, sys.modules["__main__"]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8, eps), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(6, 3, 4)
+
+def loss_of(x):
+    return module.model(x).square().mean()
+
+for x in data:
+    optimizer.zero_grad()
+    loss_of(x).backward()
+    optimizer.step()
+"""
+
+
+def castwise(*words: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["check", *words], prog_name="castwise")
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("check")
+    (folder / "train.py").write_text(SCRIPT)
+    code, out, _ = castwise("record", f"{folder / 'train.py'}", "--steps", "2", "--out", f"{folder / 'golden.cwcheck'}")
+    assert (code, out.partition(":")[0]) == (0, "recorded 2 steps in float32")
+    return folder
+
+
+@pytest.fixture
+def words(recorded: Path) -> tuple[str, ...]:
+    return str(recorded / "train.py"), "--against", str(recorded / "golden.cwcheck")
+
+
+def test_an_unchanged_script_exits_with_0(words: tuple[str, ...]) -> None:
+    assert castwise(*words) == (0, "identical: all gradients, weights and buffers have the same bits\n", "")
+
+
+def test_another_function_exits_with_1_and_is_named(words: tuple[str, ...]) -> None:
+    code, out, _ = castwise(*words, "--json", "--", "1e-4")
+    found = json.loads(out)
+    assert (code, found["exit_code"], found["kind"], found["where"]) == (1, 1, "different", "1, forward")
+
+
+def test_a_script_that_fails_exits_with_125_and_its_traceback(words: tuple[str, ...]) -> None:
+    code, out, err = castwise(*words, "--", "nothing")
+    assert (code, out) == (125, "")
+    assert "ValueError: could not convert string to float: 'nothing'" in err
+
+
+def test_files_that_are_not_there_exit_with_125(recorded: Path, words: tuple[str, ...]) -> None:
+    code, _, err = castwise(str(recorded / "no.py"), *words[1:])
+    assert (code, err.count("\n")) == (125, 1)
+    path = recorded / "no.cwcheck"
+    code, _, err = castwise(words[0], "--against", str(path))
+    text = f"castwise check: there is no {path}: write it with `castwise check record SCRIPT --out {path}`\n"
+    assert (code, err) == (125, text)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("record", "give a script to record, as in `castwise check record train.py`"),
+        ("record x.py --against g", "--against is for checking; `record` writes to --out"),
+        ("x.py --steps 2", "--steps is for `castwise check record`; the golden file has the steps"),
+        ("record x.py --steps 0", "--steps must be at least 1, got 0"),
+    ],
+)
+def test_options_that_do_not_go_together_exit_with_2(line: str, said: str) -> None:
+    assert castwise(*line.split()) == (2, "", f"castwise check: {said}\n")
+
+
+def test_accept_prints_what_changed_and_records_it(words: tuple[str, ...], tmp_path: Path) -> None:
+    golden = tmp_path / "golden.cwcheck"
+    golden.write_bytes(Path(words[2]).read_bytes())
+    code, out, _ = castwise("accept", words[0], "--against", str(golden), "--", "1e-4")
+    assert (code, out.partition("\n")[0]) == (0, "different function: 1, forward, step 1")
+    assert castwise(words[0], "--against", str(golden), "--", "1e-4")[0] == 0
