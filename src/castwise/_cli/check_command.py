@@ -69,9 +69,9 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Compare a training script with a recording of it: is it the same function, and as accurate?
+    """Check that a training script is the same function as when it was recorded, and as accurate.
 
-    Exits with 0 if it is both, with 1 if not, and with 125 if that cannot be told, as `git bisect run` expects. The
+    Exits with 0 if it is both, with 1 if not, and with 125 if it cannot tell, as `git bisect run` expects. The
     script must build its model, optimizer and data from fixed seeds. It is ended after the recorded steps.
     """
     try:

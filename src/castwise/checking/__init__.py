@@ -1,4 +1,4 @@
-"""Is a training program still the same computation, and as accurate? The functions of `castwise check`."""
+"""Is a training script still the same computation, and as accurate? The functions of `castwise check`."""
 
 from typing import TYPE_CHECKING
 

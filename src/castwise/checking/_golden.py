@@ -62,6 +62,9 @@ class Golden:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, atomically. The manual describes its format.
 
+        Args:
+            path: A new file, or a golden file to replace.
+
         Raises:
             FileExistsError: There is a file that is not a golden file.
             OSError: The file cannot be written.
@@ -112,6 +115,9 @@ class Golden:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Golden:
         """Read a golden file. Reading runs no code of the file.
+
+        Args:
+            path: A file that `save` has written; it may be untrusted.
 
         Raises:
             ValueError: It is not a golden file, or one of a newer version of castwise.

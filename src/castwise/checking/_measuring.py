@@ -151,7 +151,7 @@ def measure_apart(train: Train, plan: Plan) -> Measurement:
         ProgramError: It raised, or ended its process; the text has its traceback or the end of its output.
     """
     # A fork has torch loaded already. It is safe because this process has computed nothing, so has no threads. The
-    # first optimizer of a process loads the compiler, which takes seconds, so it is made here.
+    # first optimizer of a process loads the compiler, which takes seconds, and is therefore made here.
     torch.optim.SGD([torch.empty(0)], lr=1.0)
     context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
     receiver, sender = context.Pipe(duplex=False)

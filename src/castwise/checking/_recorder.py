@@ -1,4 +1,4 @@
-"""`Recorder`: sketches of what a training program computes, from hooks that the program does not see."""
+"""`Recorder`: sketches of what a program computes, from hooks that the program does not see."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CheckResult:
 
     @property
     def exit_code(self) -> int:
-        """0 if the function is the same and as accurate, 1 if not, 125 if that cannot be told."""
+        """0 if the function is the same and as accurate, 1 if not, 125 if the check cannot tell."""
         return {"identical": SAME, "same": SAME, "cannot tell": CANNOT_TELL}.get(self.kind, DIFFERENT)
 
     def lines(self) -> list[str]:
