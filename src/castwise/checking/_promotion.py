@@ -71,7 +71,7 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return _SPECIAL[facts.name](*args, **kwargs)
         if facts.name in _HALF_TO_FLOAT:
             args = (args[0], args[1], False)
-        if facts.name.startswith("aten._fused_"):
+        if facts.name.partition("_")[2].startswith("fused_"):
             kwargs = {name: narrow(x) if name in ("grad_scale", "found_inf") else x for name, x in kwargs.items()}
         elif not facts.is_view:
             args = tuple(x if i in facts.written else tree_map(widen, x) for i, x in enumerate(args))

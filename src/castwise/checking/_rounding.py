@@ -12,7 +12,8 @@ from castwise.tracing._op_by_op import call_op
 UNITS = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The largest relative error of rounding to a dtype."""
 
-# Ops that only move, choose or create values, and so round nothing; names begin with one of these after "aten.".
+# Ops that only move, choose or create values, and so round nothing. Names begin with one of these after "aten." and
+# underscores.
 _EXACT = (
     *("view", "reshape", "transpose", "permute", "slice", "select", "expand", "t.", "unsqueeze", "squeeze", "split"),
     *("detach", "alias", "clone", "empty", "zeros", "ones", "full", "new_", "arange", "lift", "masked_fill", "copy"),
@@ -24,13 +25,13 @@ _EXACT = (
         "repeat",
         "scatter.",
         "upsample_nearest",
-        "_foreach",
-        "_fused",
-        "_local_scalar",
+        "foreach",
+        "fused",
+        "local_scalar",
         "scalar_tensor",
         "clamp",
     ),
-    *("item", "_unsafe_view", "lift_fresh", "floor", "ceil", "round", "trunc"),
+    *("item", "unsafe_view", "lift_fresh", "floor", "ceil", "round", "trunc"),
 )
 
 
@@ -83,5 +84,5 @@ def _is_rounding(func: Any) -> bool:
     schema = schema_of(func)
     if schema is None or schema.is_mutable or getattr(func, "is_view", False):
         return False
-    name = str(func).partition(".")[2]
+    name = str(func).partition(".")[2].lstrip("_")
     return not name.startswith(_EXACT)
