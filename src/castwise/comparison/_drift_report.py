@@ -33,7 +33,7 @@ def write_drift_report(
         frontier: What to draw of its policies, as lists of the same length.
     """
     environment, plotly_js = report._environment(), report._plotly_js()
-    script = report._template("drift.js")
+    script = report._script("drift.js")
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
     page = environment.get_template("drift.html.j2").render(
         drift=drift,
@@ -52,11 +52,13 @@ def write_drift_report(
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
         figures=report._packed(
-            {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in shown}, "frontier": frontier}
+            report._json(
+                {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in shown}, "frontier": frontier}
+            )
         ),
         css=report._template("report.css"),
         dark=report._template("dark.css"),
-        plotly_js=plotly_js,
+        plotly=report._packed(plotly_js),
         script=script,
         script_hashes=[report._hash(plotly_js), report._hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),

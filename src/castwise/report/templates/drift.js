@@ -1,9 +1,7 @@
 // Draws the error of each module and the frontier, in the light or dark theme.
-"use strict";
 (async () => {
-  const packed = Uint8Array.from(atob(document.getElementById("figures").textContent), (each) => each.charCodeAt(0));
-  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const figures = JSON.parse(await new Response(unpacked).text());
+  await loadPlotly();
+  const figures = JSON.parse(await unpacked("figures"));
   const controls = document.getElementById("bars-controls");
   const NARROW = 600, ROW = 26;
 

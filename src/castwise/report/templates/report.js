@@ -1,9 +1,7 @@
 // Draws the figures in the light or dark theme, and applies the choices of the controls.
-"use strict";
 (async () => {
-  const packed = Uint8Array.from(atob(document.getElementById("figures").textContent), (each) => each.charCodeAt(0));
-  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
-  const figures = JSON.parse(await new Response(unpacked).text());
+  await loadPlotly();
+  const figures = JSON.parse(await unpacked("figures"));
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const NARROW = 600;
 
