@@ -17,7 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "split": {},
     "split fp16": {"dtype": torch.float16},
     "stochastic": {"method": "stochastic"},
-    "state": {"state_dtype": {"exp_avg": torch.bfloat16, "exp_avg_sq": (torch.bfloat16, "nearest")}},
+    "state": {"state_dtype": {"exp_avg": (torch.bfloat16, "nearest"), "exp_avg_sq": torch.bfloat16}},
     "fp32 gradients": {"grad_dtype": torch.float32},
 }
 INNER: dict[str, Any] = {

@@ -20,7 +20,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from castwise._number_text import percent
 from castwise._registered_hooks import Hooks, hooks_of
+from castwise._state_decay import factor_of, falling_share
 from castwise._suggestions import listed, nearest
 from castwise._torch_private import (
     UNSCALES_IN_STEP,
@@ -121,7 +123,8 @@ class MasterWeights(torch.optim.Optimizer):
         method: "split" keeps all bits; "stochastic" keeps nothing and rounds stochastically.
         state_dtype: Storage dtypes of optimizer state by name, such as {"exp_avg": torch.bfloat16}; fp32 by default.
             State is computed in fp32 and rounded stochastically, or to nearest with
-            {"exp_avg": (torch.bfloat16, "nearest")}, which loses small changes of slow averages.
+            {"exp_avg": (torch.bfloat16, "nearest")}. An average that could then never fall is refused: (1 - beta) v
+            must be at least half of v's last bit.
         narrow: Which parameters become 16-bit. By default, weights and biases of linear and convolution layers that no
             other module shares; with a bound policy, those of them that compute in `dtype`; with "all", all parameters.
         grad_dtype: Dtype in which gradients accumulate: "param", the dtype of the weights, or torch.float32 (needs
@@ -136,8 +139,8 @@ class MasterWeights(torch.optim.Optimizer):
             or another argument has the wrong type.
         ValueError: An argument is out of range; a parameter is in another `MasterWeights`, or a wrapper keeps it from
             becoming 16-bit (DDP, FSDP1, an FSDP2 unit that would have two dtypes); a weight is too large for float16;
-            a parameter is on the meta device; or `state_dtype` names state that the optimizer does not keep. Nothing
-            has been changed then.
+            a parameter is on the meta device; or `state_dtype` names state that the optimizer does not keep, or an
+            average that cannot fall. Nothing has been changed then.
 
     Example:
         >>> import castwise
@@ -1188,6 +1191,18 @@ def _check_choice(name: str, value: object, allowed: tuple[object, ...]) -> None
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
+def _check_can_fall(name: str, dtype: torch.dtype, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        beta = factor_of(name, group)
+        share = 1.0 if beta is None else falling_share(dtype, beta)
+        if share < 1.0:
+            raise ValueError(
+                f'state_dtype[{name!r}]: an average with beta {beta:g} that is rounded to "nearest" in {dtype} falls '
+                f"only if (1 - beta) v is at least half of v's last bit, which holds in {percent(share)} of each "
+                'binade: round it with "stochastic", or keep it in torch.float32'
+            )
+
+
 def _low_state(
     optimizer: torch.optim.Optimizer,
     state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None,
@@ -1213,4 +1228,6 @@ def _low_state(
             f"it keeps {listed(sorted(known)) or 'none'}"
         )
     nearest = {name for name, (_, rounding) in settings.items() if rounding == "nearest"}
+    for name in sorted(nearest):
+        _check_can_fall(name, settings[name][0], optimizer)
     return LowState({name: dtype for name, (dtype, _) in settings.items()}, nearest, chance.round)
