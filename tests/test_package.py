@@ -39,17 +39,19 @@ MAY_IMPORT = {
     "master_weights": {"amp", "policy"},
     "tracing": {"amp", "policy", "_recipes", "weights"},
     "_mistakes": {"amp", "tracing"},
+    "_invariants": {"amp"},
     "diagnosis": {"amp", "policy", "tracing", "_mistakes"},
     "checking": {"amp", "tracing"},
     "comparison": {"amp", "policy", "_recipes", "tracing", "diagnosis", "report"},
     "tuning": {"amp", "policy", "_recipes", "_doctor", "comparison", "report"},
-    "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "diagnosis"},
+    "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "_invariants", "diagnosis"},
     "report": {"amp", "monitor"},
-    "_installation": {"amp", "policy", "weights", "master_weights", "diagnosis", "_mistakes", "monitor", "report"},
+    "_installation": {"amp", "policy", "weights", "master_weights", "diagnosis", "_mistakes", "_invariants", "monitor"}
+    | {"report"},
     "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report"},
     "_demo": {"amp", "monitor", "report", "_installation"},
-    "_cli": {"amp", "policy", "tracing", "_mistakes", "monitor", "report", "_installation", "_doctor", "_demo"}
-    | {"checking", "comparison", "tuning"},
+    "_cli": {"amp", "policy", "tracing", "_mistakes", "_invariants", "monitor", "report", "_installation", "_doctor"}
+    | {"_demo", "checking", "comparison", "tuning"},
 }
 USE_THE_PUBLIC_API = {"_demo", "_cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}

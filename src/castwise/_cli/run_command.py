@@ -11,6 +11,7 @@ import typer
 
 from castwise._cli.completion import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
 from castwise._cli.program import Program
+from castwise._invariants.invariant import INVARIANTS, Exemptions
 from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
 
@@ -68,6 +69,14 @@ def run(
     guard: Annotated[
         bool, typer.Option("--guard", help="Skip steps with an inf or NaN in a gradient, also without a scaler.")
     ] = False,
+    exempt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="INVARIANT[=PARAMETERS]",
+            help='Do not check an invariant, or not for some parameters: "never-updated=experts.*"; repeatable.',
+            autocompletion=completing(*INVARIANTS),
+        ),
+    ] = None,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -88,6 +97,7 @@ def run(
         if every < 1:
             raise UserError(f"--every must be at least 1, got {every}")
         _check_name("--on-nonfinite", on_nonfinite, DIAGNOSES)
+        exemptions = _exemptions(exempt or ())
         for level in fail_on or ():
             _check_name("--fail-on", level, LEVELS)
         source = context.get_parameter_source("out")
@@ -104,8 +114,15 @@ def run(
     from castwise._cli.script import Ending, Script, Watching
 
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard)
+    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
+
+
+def _exemptions(options: Iterable[str]) -> dict[str, list[str]]:
+    try:
+        return Exemptions.parsed(options)
+    except ValueError as error:
+        raise UserError(f"--exempt {error}") from None
 
 
 def _check_folder(out: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -48,12 +49,14 @@ class Watching(NamedTuple):
         every: Steps between two samples.
         diagnoses: Largest number of diagnosed steps per model and cause.
         guard: Whether to skip steps with an inf or NaN, also without a scaler.
+        exemptions: Patterns of parameters that are exempt from invariants.
     """
 
     out: Path
     every: int
     diagnoses: float
     guard: bool
+    exemptions: Mapping[str, Sequence[str]]
 
 
 class Script:
@@ -73,7 +76,7 @@ class Script:
     ) -> None:
         """Run the script and re-raise its exceptions; the report is written when the process exits."""
         out, settings = watching.out, Settings(policy, schedule, weight_cache)
-        account = Account(out, watching.every, watching.diagnoses, skips=watching.guard)
+        account = Account(out, watching.every, watching.diagnoses, skips=watching.guard, invariants=watching.exemptions)
         account.report_failure = _print_failure
         try:
             castwise._installation.begin(account, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -35,6 +35,7 @@ def install(
     weight_cache: bool = False,
     on_nonfinite: Literal["diagnose"] | None = None,
     guard: bool = False,
+    invariants: bool | Mapping[str, Sequence[str]] = True,
 ) -> None:
     """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
@@ -61,12 +62,14 @@ def install(
             weights of that time if a scaler has skipped the step, and there is none if the step was taken.
         guard: Skip steps with an inf or NaN in a gradient also where there is no scaler, as `schedules.Guard()` does.
             On an accelerator each step then waits for the device.
+        invariants: Check in recorded runs what holds in every correct one; see `Monitor`. A mapping from invariants to
+            patterns of parameter names exempts these.
 
     Raises:
         RuntimeError: castwise is already installed.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is not an integer >= 1, `on_nonfinite` is invalid, or `on_nonfinite` or `guard` is set
-            without `out`.
+        ValueError: `every` is not an integer >= 1, `on_nonfinite` is invalid, `on_nonfinite` or `guard` is set without
+            `out`, or there is no invariant of a name.
 
     Warns:
         RuntimeWarning: At the first step, if `out` cannot be written.
@@ -87,7 +90,9 @@ def install(
         raise ValueError('on_nonfinite="diagnose" requires a folder for its records: pass out=... too')
     if guard and out is None:
         raise ValueError("guard=True requires a folder for its records: pass out=... too")
-    begin(Account(out, every, math.inf if on_nonfinite else 0, skips=guard), Settings(policy, schedule, weight_cache))
+    diagnoses = math.inf if on_nonfinite else 0
+    account = Account(out, every, diagnoses, skips=guard, invariants=invariants)
+    begin(account, Settings(policy, schedule, weight_cache))
 
 
 def begin(account: Account, settings: Settings) -> None:
@@ -155,6 +160,7 @@ def installed(
     weight_cache: bool = False,
     on_nonfinite: Literal["diagnose"] | None = None,
     guard: bool = False,
+    invariants: bool | Mapping[str, Sequence[str]] = True,
 ) -> Iterator[None]:
     """Call `install` at the start of a block and `uninstall` at its end, even after an error.
 
@@ -166,6 +172,7 @@ def installed(
         weight_cache: See `install`.
         on_nonfinite: See `install`.
         guard: See `install`.
+        invariants: See `install`.
 
     Example:
         >>> import castwise, torch
@@ -182,6 +189,7 @@ def installed(
         weight_cache=weight_cache,
         on_nonfinite=on_nonfinite,
         guard=guard,
+        invariants=invariants,
     )
     try:
         yield

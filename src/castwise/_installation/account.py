@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from castwise._guard import Guard, guarded
 from castwise._installation.models import Models, model_with, raw_tensors
 from castwise._installation.new_optimizers import NewOptimizers
 from castwise._installation.run_folder import RunFolder, model_folder
+from castwise._invariants.invariant import Exemptions
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_dynamo_active, wraps_compiled
@@ -65,15 +66,24 @@ class Account(Observer):
         every: Steps between two samples of the monitors.
         diagnoses: Largest number of diagnosed steps with an inf or NaN per model and cause.
         skips: Whether to skip such steps where there is no scaler.
+        invariants: Whether monitors check invariants, or what is exempt from them; see `Monitor`.
 
     Raises:
-        ValueError: `every` is not an integer >= 1.
+        TypeError, ValueError: `every` is not an integer >= 1, or `invariants` is not what `Monitor` accepts.
     """
 
     def __init__(
-        self, out: str | os.PathLike[str] | None, every: int, diagnoses: float = 0, *, skips: bool = False
+        self,
+        out: str | os.PathLike[str] | None,
+        every: int,
+        diagnoses: float = 0,
+        *,
+        skips: bool = False,
+        invariants: bool | Mapping[str, Sequence[str]] = True,
     ) -> None:
         check_every(every)
+        Exemptions(invariants)
+        self._invariants = invariants
         self._diagnoses, self._skips = diagnoses, skips
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
@@ -82,7 +92,7 @@ class Account(Observer):
         self.failure = ""
         """Why nothing is recorded; empty if there was no error."""
         self.report_failure: Callable[[str], object] = lambda text: warn_or_print(text, RuntimeWarning)
-        self._monitors: list[weakref.ref[Monitor]] = []
+        self._monitors: list[weakref.ref[_LocalMonitor]] = []
         self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
         self._new_optimizers = NewOptimizers(self._record_batches_of, self._guard)
@@ -196,6 +206,12 @@ class Account(Observer):
         self._drop_recordings()
 
     @guarded
+    def file_saved(self, saved: object) -> None:
+        """Have monitors compare the dtypes of a file with those of their models."""
+        for monitor in filter(None, [reference() for reference in self._monitors]):
+            monitor.note_file(saved)
+
+    @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._register(optimizer, None)
         self._steps += 1
@@ -252,7 +268,7 @@ class Account(Observer):
         if sink is None:
             WATCH.model_found(model)
             return
-        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink])
+        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink], invariants=self._invariants)
         recording = self._recording_of(model)
         self._has_checked |= scaler is None
         monitor.check(scaler, recording, self._diagnoses, skips=self._skips)
@@ -300,6 +316,11 @@ class _LocalMonitor(Monitor):
 
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
+
+    def note_file(self, saved: object) -> None:
+        """Note an object that is about to be written to a file."""
+        if self._checks is not None:
+            self._checks.file_saved(saved)
 
     def check(self, scaler: Any, recording: Recording | None, most: float, *, skips: bool) -> None:
         """Set what is done with steps with an inf or NaN, before `attach`.

@@ -18,6 +18,7 @@ from castwise._layered_functions import CLIP_GRAD_NORM, CLIP_GRAD_VALUE
 from castwise._mistakes.mistake import Place, caller
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import load_compiler
+from castwise.amp._observers import OBSERVERS
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.master_weights import _parameter_clipping as parameter_clipping
@@ -138,11 +139,12 @@ class _Observed:
 
 
 def _observed_save(save: Any) -> Any:
-    """Return a `torch.save` that notifies the watch."""
+    """Return a `torch.save` that notifies the observers."""
 
     @functools.wraps(save)
     def observed(*args: Any, **kwargs: Any) -> Any:
-        WATCH.file_saved()
+        for observer in tuple(OBSERVERS):
+            observer.file_saved(args[0] if args else kwargs.get("obj"))
         return save(*args, **kwargs)
 
     return observed

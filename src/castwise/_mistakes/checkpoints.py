@@ -36,7 +36,7 @@ class Checkpoints(Finder):
         self._scaler_saved = self._file_saved = False
         self._is_scaled[optimizer] = scaler.is_enabled()
 
-    def file_saved(self) -> None:
+    def file_saved(self, saved: object) -> None:
         """Record that a state requested before was written to a file."""
         self._file_saved = self._saved_alone is not None
 

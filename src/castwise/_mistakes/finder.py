@@ -61,9 +61,6 @@ class Finder(Observer):
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when the script advances a learning-rate schedule of an optimizer."""
 
-    def file_saved(self) -> None:
-        """Called on `torch.save`, while castwise is installed."""
-
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Called after an optimizer loaded a checkpoint, while castwise is installed."""
 

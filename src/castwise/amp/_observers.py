@@ -57,6 +57,9 @@ class Observer:
     def left(self, region: Any) -> None:
         """An autocast region was left."""
 
+    def file_saved(self, saved: object) -> None:
+        """An object is about to be written to a file with `torch.save`, while castwise is installed."""
+
     def compiled(self, device_type: str, enabled: bool) -> None:
         """`torch.compile` is tracing a region; the compiled code will call no observer."""
 

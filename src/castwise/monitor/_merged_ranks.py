@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from castwise.monitor._record_file import RUN_NAME
-from castwise.monitor._recorded_run import Run, distinct_mistakes, first_record
+from castwise.monitor._recorded_run import Run, distinct_invariants, distinct_mistakes, first_record
 from castwise.monitor._records import DiagnosisRecord, RunRecord
 from castwise.monitor._skips import Skip, agreed
 
@@ -19,7 +19,8 @@ def merge_ranks(runs: Iterable[Run]) -> list[Run]:
     The ranks of a run are in the folders `NAME`, `NAME-rank1`, `NAME-rank2` and so on. The merged run is that of rank 0
     with the skipped steps as all ranks know them: the most specific cause (a non-finite loss on one rank explains
     non-finite gradients on the others), the rank if only one is at fault, all named parameters, and the diagnoses of
-    the ranks at fault. It has the mistakes of all ranks. Samples, losses and times are those of rank 0.
+    the ranks at fault. It has the mistakes of all ranks, and the invariants that did not hold on any.
+    Samples, losses and times are those of rank 0.
 
     Ranks that had nothing in common to agree on one folder have folders of their own; those are merged as well.
 
@@ -115,7 +116,8 @@ def _merged(ranks: Mapping[int, Run]) -> Run:
             diagnoses += skip.diagnoses
         steps.append(step)
     diagnoses.sort(key=lambda record: record.step)
-    return replace(first, steps=steps, diagnoses=diagnoses, mistakes=distinct_mistakes(ranks.values()))
+    mistakes, invariants = distinct_mistakes(ranks.values()), distinct_invariants(ranks.values())
+    return replace(first, steps=steps, diagnoses=diagnoses, mistakes=mistakes, invariants=invariants)
 
 
 def _skips(run: Run) -> Iterator[tuple[int, Skip]]:

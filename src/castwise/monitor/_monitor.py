@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -15,8 +15,11 @@ from torch import nn
 from typing_extensions import Self
 
 from castwise._guard import Guard, guarded
+from castwise._invariants.checks import Checks
+from castwise._invariants.invariant import Broken, Exemptions
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
+from castwise._torch_private import is_compiled, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._outcomes import Cause, StepFacts
@@ -26,7 +29,15 @@ from castwise.monitor._iterations import Iteration, Iterations
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
-from castwise.monitor._records import AloneRecord, DiagnosisRecord, EndRecord, MistakeRecord, Record, StepRecord
+from castwise.monitor._records import (
+    AloneRecord,
+    DiagnosisRecord,
+    EndRecord,
+    InvariantRecord,
+    MistakeRecord,
+    Record,
+    StepRecord,
+)
 from castwise.monitor._run_header import run_record
 from castwise.monitor._sample import Sample, sample_record
 from castwise.monitor._scaler_steps import ScalerSteps
@@ -34,6 +45,7 @@ from castwise.monitor._sinks import Sink, Sinks
 from castwise.monitor._skips import PARAMETERS_NAMED, Skip, agreed
 from castwise.monitor._step_numbers import StepNumbers
 from castwise.monitor._step_sources import ScaledSteps, StepsByHand, StepSource, UnscaledSteps, steps_of
+from castwise.tracing._module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from castwise.diagnosis._diagnosis import Diagnosis
@@ -101,12 +113,16 @@ class Monitor:
             of the last 8 (each as large as the model's output, such as logits), until the outcome of the step is known;
             on an accelerator that takes two more steps. Forwards before these 8 are replayed only if the gradients of
             their outputs are not finite.
+        invariants: True checks what holds in every correct run, such as that each parameter with a gradient is in an
+            optimizer and changes. What is broken is recorded and reported once, as a RuntimeWarning. A mapping from
+            invariants to patterns of parameter names (`fnmatch`) exempts these: `{"never-updated": ["experts.*"]}`.
+            The manual's page on invariants lists them.
 
     Raises:
         FileExistsError: A sink's file exists and is not a record.
-        TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), or a sink
-            is neither a path nor a function.
-        ValueError: `every` or `on_nonfinite` is out of range, or there is no optimizer.
+        TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), a sink is
+            neither a path nor a function, or `invariants` is neither a bool nor a mapping to lists of patterns.
+        ValueError: `every` or `on_nonfinite` is out of range, there is no optimizer, or no invariant of a name.
 
     Example:
         >>> import castwise
@@ -130,8 +146,10 @@ class Monitor:
         every: int = 100,
         sinks: Sequence[Sink | str | os.PathLike[str]] = (),
         on_nonfinite: Literal["diagnose"] | None = None,
+        invariants: bool | Mapping[str, Sequence[str]] = False,
     ) -> None:
         _check(every, on_nonfinite)
+        self._exemptions = Exemptions(invariants) if invariants is not False else None
         self._model, self._scaler, self._every = model, scaler, every
         self._optimizers = _unwrapped(optimizer)
         self._steps = steps_of(scaler, self._optimizers)
@@ -142,6 +160,7 @@ class Monitor:
         self._is_checked = on_nonfinite is not None and not self._steps.is_scaled
         self._skips_faults = False
         self._guard = Guard()
+        self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
         self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
@@ -213,6 +232,7 @@ class Monitor:
         self._by_hand = StepsByHand(source, len(optimizers)) if isinstance(source, ScaledSteps) else None
         scaler = self._scaler if source.is_scaled else None
         self._scaler_steps = ScalerSteps(self._sample_skipped, self._model, optimizers, scaler, self._guard)
+        self._checks = self._make_checks()
         self._handles = [self._scaler_steps]  # from here on _remove has something to undo
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
@@ -231,8 +251,22 @@ class Monitor:
         with self._guard:  # and without outputs, as those of scripted modules
             self._activations.watch()
             self._quantized.watch()
+        self._put_on_model()
         WATCH.subscribe(self._on_mistake)
         WATCH.model_found(self._model)
+
+    def _make_checks(self) -> Checks | None:
+        if self._exemptions is None:
+            return None
+        parameters = partial(names.parameters, self._model)
+        return Checks(self._model, parameters, self._optimizers, self._exemptions, self._on_broken)
+
+    def _put_on_model(self) -> None:
+        """Hook the model's forward for the checks, if it can have hooks."""
+        is_compiled_in_place = is_compiled(self._model) and not wraps_compiled(self._model)
+        if self._checks is not None and not (is_compiled_in_place or isinstance(self._model, torch.jit.ScriptModule)):
+            with self._guard:  # modes are checked at steps alone
+                self._model_hooks.put_on(self._model, self._checks.forward)
 
     def _make_ranks(self) -> Ranks:
         model = type(names.modules(self._model)[""]).__name__  # the class inside the wrappers
@@ -255,6 +289,8 @@ class Monitor:
             lambda: WATCH.unsubscribe(self._on_mistake),
             self._activations.stop,
             self._quantized.stop,
+            self._model_hooks.remove,
+            *([] if self._checks is None else [self._checks.stop]),
             lambda: self._iterations.clear(),  # which a failed `attach` may not have made
             *([] if self._recording is None else [self._recording.detach]),
             self._write_end,
@@ -290,6 +326,9 @@ class Monitor:
             return
         self._numbers.begin(self._steps.iteration)
         iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
+        if self._checks is not None:
+            self._model_hooks.put_back()
+            self._checks.before_step(optimizer)
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
         if iteration.sample is not None:
@@ -334,6 +373,8 @@ class Monitor:
     @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration = self._iterations.current
+        if self._checks is not None and self._knows(optimizer):
+            self._checks.after_step(optimizer)
         if iteration is not None and iteration.sample is not None:
             with self._guard:  # a step by hand is recorded anyway
                 iteration.sample.measure_update(optimizer)
@@ -457,6 +498,12 @@ class Monitor:
     @guarded
     def _on_mistake(self, mistake: Mistake) -> None:
         self._write(MistakeRecord.of(mistake))
+
+    def _on_broken(self, broken: Broken) -> None:
+        step = self._numbers.next
+        self._write(InvariantRecord(step, broken.name, broken.text, broken.remedy, broken.severity, broken.parameters))
+        if broken.severity == "warning":
+            warn_or_print(f"{broken.name}: {broken.text} {broken.remedy}", RuntimeWarning)
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is one for one in self._optimizers)

@@ -22,6 +22,7 @@ from castwise.monitor._records import (
     AloneRecord,
     DiagnosisRecord,
     EndRecord,
+    InvariantRecord,
     LostRecord,
     MistakeRecord,
     Record,
@@ -34,7 +35,7 @@ from castwise.monitor._records import (
 if TYPE_CHECKING:
     from castwise.amp._simulation import GradientRange
 
-_Stepped = TypeVar("_Stepped", StepRecord, SampleRecord, DiagnosisRecord, AloneRecord)
+_Stepped = TypeVar("_Stepped", StepRecord, SampleRecord, DiagnosisRecord, InvariantRecord, AloneRecord)
 
 
 @dataclass
@@ -51,6 +52,7 @@ class Run:
         samples: Records of sampled steps.
         diagnoses: Records of diagnosed skipped steps.
         mistakes: Records of mixed-precision mistakes in the script, each once.
+        invariants: Records of invariants that did not hold.
         alone: Records of steps from which on the ranks' results are not combined, each with the reason.
         ended: Whether the monitor was detached; False while the run continues, or if it was killed.
         lost: Number of records that are missing, because the disk was full for too long.
@@ -63,6 +65,7 @@ class Run:
     samples: list[SampleRecord] = field(default_factory=list)
     diagnoses: list[DiagnosisRecord] = field(default_factory=list)
     mistakes: list[MistakeRecord] = field(default_factory=list)
+    invariants: list[InvariantRecord] = field(default_factory=list)
     alone: list[AloneRecord] = field(default_factory=list)
     ended: bool = False
     lost: int = 0
@@ -119,6 +122,7 @@ class Run:
         self.steps += _moved(later.steps, offset)
         self.samples += _moved(later.samples, offset)
         self.diagnoses += _moved(later.diagnoses, offset)
+        self.invariants += _moved(later.invariants, offset)
         self.alone += _moved(later.alone, offset)
         for mistake in later.mistakes:
             self._add(mistake)
@@ -139,6 +143,8 @@ class Run:
             if record not in self._known_mistakes:
                 self._known_mistakes.add(record)
                 self.mistakes.append(record)
+        elif isinstance(record, InvariantRecord):
+            self.invariants.append(record)
         elif isinstance(record, LostRecord):
             self.lost += record.records
         elif isinstance(record, AloneRecord):
@@ -147,7 +153,7 @@ class Run:
             self.ended = True
 
     def _forget_from(self, step: int) -> None:
-        for records in (self.steps, self.samples, self.diagnoses, self.alone):
+        for records in (self.steps, self.samples, self.diagnoses, self.invariants, self.alone):
             while records and records[-1].step >= step:
                 records.pop()
 
@@ -171,6 +177,15 @@ def _range_of(sample: SampleRecord, loss: float | None) -> GradientRange:
 def distinct_mistakes(runs: Iterable[Run]) -> list[MistakeRecord]:
     """Return the mistakes of several runs, one for each kind and line."""
     distinct = {(mistake.name, mistake.file, mistake.line): mistake for run in runs for mistake in run.mistakes}
+    return list(distinct.values())
+
+
+def distinct_invariants(runs: Iterable[Run]) -> list[InvariantRecord]:
+    """Return the invariants that did not hold in several runs, by step, one for each name and list of parameters."""
+    records = sorted((record for run in runs for record in run.invariants), key=lambda record: record.step)
+    distinct: dict[tuple[str, tuple[str, ...]], InvariantRecord] = {}
+    for record in records:
+        distinct.setdefault((record.name, record.parameters), record)
     return list(distinct.values())
 
 

@@ -595,6 +595,28 @@ class MistakeRecord(Record):
 
 
 @dataclass(frozen=True)
+class InvariantRecord(Record):
+    """An invariant that did not hold."""
+
+    kind = "invariant"
+    step: int
+    name: str
+    text: str
+    remedy: str
+    severity: str = "warning"
+    parameters: tuple[str, ...] = ()
+
+    def in_file(self) -> dict[str, Any]:
+        """Return the JSON object for a file, with the first ten parameters."""
+        return Record.in_file(replace(self, parameters=self.parameters[:10]))
+
+    @property
+    def with_remedy(self) -> str:
+        """What was seen, and what to do."""
+        return f"{self.text} {self.remedy}"
+
+
+@dataclass(frozen=True)
 class LostRecord(Record):
     """The number of records that could not be written."""
 
@@ -621,7 +643,10 @@ class EndRecord(Record):
 
 _KINDS: Mapping[str, type[Record]] = {
     cls.kind: cls
-    for cls in (RunRecord, StepRecord, SampleRecord, DiagnosisRecord, MistakeRecord, LostRecord, AloneRecord, EndRecord)
+    for cls in (
+        *(RunRecord, StepRecord, SampleRecord, DiagnosisRecord, MistakeRecord, InvariantRecord),
+        *(LostRecord, AloneRecord, EndRecord),
+    )
 }
 
 

@@ -16,6 +16,7 @@ Measured = float | str | tuple[str, ...]
 Evidence = Mapping[str, Measured]
 # Labels of evidence whose name alone would not be clear to a reader.
 _LABELS = {
+    "broken_for": "parameters",
     "first_module_not_finite": "first non-finite module",
     "flushed_there_share": "flushed at highest safe scale",
     "growth_steps": "steps of growth",

@@ -28,6 +28,7 @@ Level = Literal["mistake", "warning", "critical"]
 
 _MISTAKES_SHOWN = 2
 _IN_JSON = ("module", "op", "line", "inputs", "code", "tried")
+_INVARIANTS_SHOWN = 3
 _PREFIX = "castwise: "
 _WIDTH = 120
 
@@ -85,6 +86,7 @@ class Summary:
             inputs = enumerate(first.diagnosed[0].inputs if first.diagnosed else [])
             ranges = "".join(f" Input {place}: {found}." for place, found in inputs)
             lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}{ranges}")
+        lines += self._broken_invariants(first)
         for mistake in self.mistakes[:_MISTAKES_SHOWN]:
             lines.append(f"mistake: {mistake.where}{mistake.text}")
         if len(self.mistakes) > _MISTAKES_SHOWN:
@@ -93,6 +95,14 @@ class Summary:
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return lines
+
+    def _broken_invariants(self, shown: Advice | None) -> list[str]:
+        """Return a line for each of the first few warnings of invariants but the one that is shown already."""
+        pieces = [piece for verdict in self.verdicts for piece in verdict if "invariant" in piece.evidence]
+        texts = dict.fromkeys(piece.text for piece in pieces if piece.severity == "warning" and piece is not shown)
+        lines = [f"warning: {text}" for text in texts]
+        more = len(lines) - _INVARIANTS_SHOWN
+        return lines[:_INVARIANTS_SHOWN] + ([f"more invariants that do not hold: {more}"] if more > 0 else [])
 
     def record(self) -> dict[str, Any]:
         """Return the same facts and all findings as JSON-compatible values."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from castwise.monitor._recorded_run import Run
 from castwise.monitor._run_files import read_runs
 from castwise.report import _fault_advice as fault_advice
+from castwise.report import _invariant_advice as invariant_advice
 from castwise.report import _range_advice as range_advice
 from castwise.report import _step_advice as step_advice
 from castwise.report._advice import SEVERITIES, Advice, Severity
@@ -18,6 +19,7 @@ __all__ = ["Advice", "Severity", "Verdict", "verdict"]
 
 _OF_STEPS = (
     step_advice.divergence,
+    invariant_advice.broken_invariants,
     step_advice.lost_weights,
     step_advice.poisoned_weights,
     fault_advice.taken_steps,

@@ -1,0 +1,130 @@
+"""`Checks`: all invariants of one model in training."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from castwise._guard import Guard
+from castwise._invariants.invariant import Broken, Exemptions, named
+from castwise._invariants.optimizer_state import averages_that_cannot_fall
+from castwise._invariants.saved_dtypes import SavedDtypes
+from castwise._invariants.train_mode import TrainMode
+from castwise._invariants.trained_weights import TrainedWeights
+
+FIRST, EVERY = (10, 20), 50
+"""Steps that are checked: these, and each multiple."""
+_DRAWS = 12  # the first steps of which random states are compared, and the first three of each EVERY after
+
+
+def is_checked(step: int) -> bool:
+    """Return True for the steps at which weights are compared with those at the check before."""
+    return step in FIRST or step % EVERY == 0
+
+
+class Checks:
+    """Checks the invariants of a model, and reports each that is broken once for the same parameters.
+
+    A check that fails is turned off with a warning.
+
+    Args:
+        model: The model.
+        parameters: Returns its parameters by name.
+        optimizers: Its optimizers.
+        exemptions: What is not checked.
+        report: Called with what is broken, as soon as it is known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        optimizers: list[torch.optim.Optimizer],
+        exemptions: Exemptions,
+        report: Callable[[Broken], object],
+    ) -> None:
+        self._optimizers, self._exemptions, self._report = optimizers, exemptions, report
+        self._weights = TrainedWeights(model, parameters, optimizers)
+        self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
+        self._steps: dict[torch.optim.Optimizer, int] = {}
+        self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
+        self._guards = [
+            Guard(f"castwise does not check {what} any more, because the check failed", is_final=True)
+            for what in ("weights", "optimizer states", "modes", "dtypes of files")
+        ]
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check what must hold before an optimizer's step."""
+        if _is_inside_a_step(optimizer):
+            return
+        step = self._steps.get(optimizer, 0) + 1
+        of_weights, of_state, of_mode, of_files = self._guards
+        of_weights.call(self._weights.note_gradients, optimizer)
+        if step == FIRST[-1]:
+            of_weights.call(self._tell, lambda: self._weights.check_gradients(optimizer, step))
+        if not (optimizer is self._optimizers[0] or not self._steps.get(self._optimizers[0])):
+            return
+        of_mode.call(self._tell, lambda: self._mode.stepping(step, looks_at_draws=step < _DRAWS or step % EVERY < 3))
+        of_files.call(self._tell, lambda: self._saved.stepping(step, is_noted=is_checked(step)))
+        if is_checked(step):
+            of_weights.call(self._tell, lambda: self._weights.check(step))
+        if step == 2 or is_checked(step):
+            for each in self._optimizers:
+                of_state.call(self._tell, lambda each=each: averages_that_cannot_fall(each))
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that was taken, and take the results that have arrived."""
+        if _is_inside_a_step(optimizer):
+            return
+        self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
+        self._guards[0].call(self._weights.note_step, optimizer)
+        self._guards[0].call(self._tell, lambda: self._weights.results(step))
+
+    def forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Look at a forward of the model that begins."""
+        self._guards[2].call(self._mode.forward, model)
+
+    def file_saved(self, saved: object) -> None:
+        """Look at an object that is about to be written to a file."""
+        self._guards[3].call(self._saved.saved, saved)
+
+    def stop(self) -> None:
+        """Drop all copies."""
+        self._weights.clear()
+
+    def _tell(self, check: Callable[[], Iterable[Broken]]) -> None:
+        for broken in check():
+            self._tell_unless_exempt(broken)
+
+    def _tell_unless_exempt(self, broken: Broken) -> None:
+        left = tuple(name for name in broken.parameters if not self._exemptions.has(broken.name, name))
+        if self._exemptions.has(broken.name) or (broken.parameters and not left):
+            return
+        if left != broken.parameters:
+            text = broken.text.replace(named(broken.parameters), named(left))
+            broken = replace(broken, parameters=left, text=text)
+        key = broken.name, broken.remedy, broken.parameters
+        if key not in self._reported:
+            self._reported.add(key)
+            self._report(broken)
+
+
+def _is_inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a class's `step`, which called the hooks already, has called the one of its base class."""
+    has_several = _has_several_steps(type(optimizer))  # type: ignore[arg-type]  # a class is hashable
+    frame, calls = sys._getframe(1) if has_several else None, 0
+    while frame is not None:
+        calls += frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return calls > 1
+
+
+@functools.cache
+def _has_several_steps(kind: type[torch.optim.Optimizer]) -> bool:
+    return sum("step" in vars(base) for base in kind.__mro__) > 2  # its own, a base class's, that of Optimizer
