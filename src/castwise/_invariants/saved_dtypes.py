@@ -8,7 +8,7 @@ import torch
 
 from castwise._invariants.invariant import Broken, named
 
-_WRAPPERS = ("module.", "_orig_mod.", "model.")
+_WRAPPERS = ("module.", "model.", "_")  # the last one of compiled modules
 _MOST, _DEEPEST = 200_000, 6
 
 
@@ -91,8 +91,8 @@ def _has_optimizer(value: object, depth: int = 0) -> bool:
 def _without_wrappers(key: str) -> Iterator[str]:
     """Yield a key, and what is left of it without the prefixes of wrappers, one after the other."""
     yield key
-    while wrapper := next((each for each in _WRAPPERS if key.startswith(each)), ""):
-        key = key.removeprefix(wrapper)
+    while key.startswith(_WRAPPERS) and "." in key:
+        key = key.partition(".")[2]
         yield key
 
 
