@@ -56,10 +56,10 @@ class SavedDtypes:
         trained = self._trained[names[0]]
         what = f"before step {step:,}, {named(names)} saved in {_short(dtype)}, and trained in {_short(trained)}"
         if self._is_converted:
-            text = f"{what}: the model itself was converted, and training goes on with rounded weights."
+            text = f"{what}: the model itself was converted, and training continues from rounded weights."
             yield Broken("dtype-of-checkpoint", text, "Convert a copy: copy.deepcopy(model).", parameters=names)
         elif self._has_optimizer and not self._has_full:
-            text = f"{what}, together with the optimizer: a run that resumes goes on with rounded weights."
+            text = f"{what}, together with the optimizer: a run that resumes continues from rounded weights."
             yield Broken("dtype-of-checkpoint", text, "Save model.state_dict() as it is.", parameters=names)
 
 

@@ -1,4 +1,4 @@
-"""`train-eval-mode`: models are trained in training mode, validated in evaluation mode, and dropout draws anew."""
+"""`train-eval-mode`: models are trained in training mode, validated in evaluation mode, and dropout draws again."""
 
 from __future__ import annotations
 
