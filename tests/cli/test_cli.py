@@ -249,6 +249,7 @@ METAVARS = {
         "[cpu|cuda]",
         "[fp32|bf16-split]",
         "[first|diagnose|nothing]",
+        "INVARIANT[=PATTERN]",
         "[mistake|warning|critical]",
     ),
 }

@@ -72,8 +72,8 @@ def run(
     exempt: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="INVARIANT[=PARAMETERS]",
-            help='Do not check an invariant, or not for some parameters: "never-updated=experts.*"; repeatable.',
+            metavar="INVARIANT[=PATTERN]",
+            help='Do not check an invariant, or not of "experts.*" and such; repeatable. [default: check all]',
             autocompletion=completing(*INVARIANTS),
         ),
     ] = None,
