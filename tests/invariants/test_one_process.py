@@ -3,10 +3,8 @@ ones nothing is reported but notes."""
 
 from __future__ import annotations
 
-import gc
 import runpy
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +29,6 @@ def broken_in(script: Path, out: Path, **options: Any) -> list[InvariantRecord]:
         finally:
             castwise.uninstall()
     return [record for run in read_runs([out]) for record in run.invariants]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _with_few_objects() -> Iterator[None]:
-    """Hide the objects of before from the searches for models and optimizers, which take longer than the scripts."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
