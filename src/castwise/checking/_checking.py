@@ -19,7 +19,14 @@ Progress = Callable[[str, int, int], None]
 
 
 class NotReproducibleError(Exception):
-    """Two runs of a program differ in float64, so it cannot be compared with a later version."""
+    """Two runs of a program differ in float64, so it cannot be compared with a later version.
+
+    Args:
+        message: What differs, and what to do.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 class _Runs:

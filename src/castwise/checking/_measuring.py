@@ -31,7 +31,14 @@ with random rounding."""
 
 
 class ProgramError(Exception):
-    """A program could not be run to its last step; the text is what to show."""
+    """A program could not be run to its last step.
+
+    Args:
+        message: Its traceback, or its exit code and what it printed.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
