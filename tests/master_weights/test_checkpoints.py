@@ -22,6 +22,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"dtype": torch.float16},
     {"method": "stochastic", "state_dtype": LOW, "generator": torch.Generator().manual_seed(9)},
     {"state_dtype": LOW},
+    {"state_dtype": {"exp_avg": "int8_blockwise", "exp_avg_sq": "int8_blockwise"}},
     {"narrow": "all"},
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from castwise.master_weights import _codecs as codecs
-from castwise.master_weights._codecs import Chance, Codec, codec_of, random_bits, round_by_chance
+from castwise.master_weights._codecs import Chance, Codec, codec_of, round_by_chance
 
 CPU = torch.device("cpu")
 
@@ -105,39 +106,48 @@ def test_half_is_exact_from_two_to_the_minus_16_to_65504(numbers: torch.Tensor) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chance_is_right_on_average_and_leaves_what_the_format_holds(dtype: torch.dtype) -> None:
-    key, step = torch.tensor(5, dtype=torch.int32), torch.tensor(0, dtype=torch.int32)
+    chance = Chance(5)
     for value in (0.3, -3.3e-6, 1000.1, 65000.0):
         values = torch.full((1 << 20,), value)
-        rounded = round_by_chance(values, random_bits(values, key, step), dtype)
+        rounded = chance.round(values, dtype, "weights")
         assert torch.equal(rounded, rounded.to(dtype).float())
         assert len(rounded.unique()) == 2
         # Of n draws the mean is off by a step / (2 sqrt(n)), or less.
         spacing = float(rounded.amax() - rounded.amin())
         assert abs(rounded.double().mean().item() - values[0].item()) < 5 * spacing / (2 * 2**10)
     held = torch.cat([torch.randn(1 << 16).to(dtype).float(), torch.tensor([math.inf, -math.inf, 0.0])])
-    assert torch.equal(round_by_chance(held, random_bits(held, key, step), dtype), held)
+    assert torch.equal(chance.round(held, dtype, "weights"), held)
     nan = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert round_by_chance(nan, torch.full((3,), 0xFFFF, dtype=torch.int32), dtype).isnan().all()
 
 
-def test_random_bits_are_even_and_depend_on_key_step_and_place() -> None:
-    like = torch.empty(1 << 18)
-    drawn = {
-        (key, step): random_bits(like, torch.tensor(key, dtype=torch.int32), torch.tensor(step, dtype=torch.int32))
-        for key in (1, 2)
-        for step in (0, 1, 2)
-    }
-    one = drawn[1, 0]
-    assert one.amin() >= 0
-    for other in drawn.values():
-        for shift in (0, 1, 2, 7):  # neither the same bits, nor those of a neighbour
+def test_random_bits_are_even_and_depend_on_seed_stream_step_and_place() -> None:
+    draws = {}
+    for key in itertools.product((1, 2), ("a", "b"), (0, 1, 2)):
+        chance = Chance(key[0])
+        chance.taken = key[2]
+        draws[key] = chance.words(1 << 18, CPU, key[1]) >> 16 & 0xFFFF
+    one = draws[1, "a", 0]
+    for other in draws.values():
+        for shift in (0, 1, 2, 7, 1 << 16):  # neither the same bits, nor those of a neighbour
             if other is not one or shift:
                 same = (one[: len(one) - shift] == other[shift:]).float().mean().item()
                 assert same < 1e-3
-    for bit in range(16):
-        assert abs((one >> bit & 1).float().mean().item() - 0.5) < 0.01
-    cells = torch.bincount(one >> 8, minlength=256).double()
-    assert cells.std() < 3 * math.sqrt(len(like) / 256)
+        for bit in range(16):
+            assert abs((other >> bit & 1).float().mean().item() - 0.5) < 0.01
+        cells = torch.bincount(other >> 8, minlength=256).double()
+        assert cells.std() < 3 * math.sqrt(len(other) / 256)
+
+
+def test_neighbours_draw_independently_and_steps_cover_the_range() -> None:
+    chance, draws = Chance(0), []
+    for step in range(500):
+        chance.taken = step
+        draws.append(chance.words(1 << 12, CPU, "weights").double() / 2**31)  # in [-1, 1)
+    numbers = torch.stack(draws)
+    assert numbers.mean(0).abs().amax() < 0.02  # 0.026 is the standard deviation of 500 independent ones
+    in_a_step = torch.corrcoef(torch.stack([numbers[0].roll(shift) for shift in range(64)]))[0, 1:]
+    assert in_a_step.abs().amax() < 4.5 / math.sqrt(1 << 12)
 
 
 def test_chance_moves_on_with_steps_that_are_taken() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +14,8 @@ from castwise._torch_private import version
 from castwise.amp._gradients import is_plain
 from castwise.master_weights._codecs import Codec
 
-_ALIGNED = 8  # elements: 32 bytes of fp32
+ALIGNED = 8
+"""Elements by which segments are aligned in buckets: 32 bytes of fp32."""
 # Bytes of fp32 weights in a bucket. On a CPU, a bucket stays in the cache between the passes over it. On an
 # accelerator, the host launches a few dozen kernels for each bucket, and larger ones keep the device busy meanwhile.
 _BUCKET_BYTES, _BUCKET_BYTES_ON_ACCELERATORS = 4 << 20, 64 << 20
@@ -168,6 +170,8 @@ class Loan:
     """Memory for a gradient, with the same strides."""
     low: torch.Tensor
     """Memory for the 16-bit weight, with the same strides."""
+    low_states: dict[str, torch.Tensor]
+    """Memory for state that is stored in 8 or 16 bits, by name, with the same strides."""
     is_part: bool
     """Whether the weight is split and its other parts are lent separately."""
     grad: torch.Tensor | None = None
@@ -182,22 +186,28 @@ class BucketViews:
         workspace: The workspace that provides the memory.
     """
 
-    __slots__ = ("loans", "values", "weights")
+    __slots__ = ("codes", "loans", "low_states", "scales", "scratch", "values", "weights")
 
     def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
         self.values = workspace.get("values", torch.float32, bucket)
         self.weights = workspace.get("weights", bucket.dtype, bucket)
         """Copies of the 16-bit weights, if the bucket has several segments."""
         grads = workspace.get("grads", torch.float32, bucket)
+        blocks = workspace.get_blocks if bucket.aligned > ALIGNED else workspace.get
+        self.low_states = {name: blocks(name, torch.float32, bucket) for name in workspace.low_states}
+        """Memory for state that is stored in 8 or 16 bits, by name; in full blocks if any is stored in 8."""
+        if bucket.aligned > ALIGNED:
+            self.codes, self.scratch = blocks("codes", torch.uint8, bucket), blocks("scratch", torch.float32, bucket)
+            self.scales = blocks("scales", torch.float32, bucket)[: len(self.codes) // bucket.aligned]
         self.loans = []
         for segment in bucket.segments:
             like = segment.param_view()
-            stand_in, grad, low = (
+            stand_in, grad, low, *states = (
                 segment.bucket_view(memory).as_strided(like.shape, like.stride())
-                for memory in (self.values, grads, self.weights)
+                for memory in (self.values, grads, self.weights, *self.low_states.values())
             )
-            weight = segment.weight
-            self.loans.append(Loan(segment, as_dtensor(stand_in, weight.param), grad, low, weight.is_cut))
+            weight, of_names = segment.weight, dict(zip(self.low_states, states, strict=True))
+            self.loans.append(Loan(segment, as_dtensor(stand_in, weight.param), grad, low, of_names, weight.is_cut))
 
     def copy_values_back(self) -> None:
         """Copy back fp32 weights that an optimizer has moved to other memory by assigning to `.data`."""
@@ -212,10 +222,11 @@ class Workspace:
 
     Args:
         length: Number of elements in the largest bucket.
+        low_states: Names of state that needs memory because it is stored in 8 or 16 bits.
     """
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, low_states: Sequence[str]) -> None:
+        self.length, self.low_states = length, low_states
         self._tensors: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
         self._views: dict[Bucket, BucketViews] = {}
 
@@ -228,10 +239,14 @@ class Workspace:
 
     def get(self, use: str, dtype: torch.dtype, bucket: Bucket) -> torch.Tensor:
         """Return uninitialised memory of shape (bucket.length,) for a use."""
+        return self.get_blocks(use, dtype, bucket)[: bucket.length]
+
+    def get_blocks(self, use: str, dtype: torch.dtype, bucket: Bucket) -> torch.Tensor:
+        """Return memory like `get`, for the bucket's length rounded up to what its segments are aligned by."""
         key = use, dtype, bucket.device
         if key not in self._tensors:
             self._tensors[key] = torch.empty(self.length, dtype=dtype, device=bucket.device)
-        return self._tensors[key][: bucket.length]
+        return self._tensors[key][: rounded_up(bucket.length, bucket.aligned)]
 
     def bytes(self) -> int:
         """Return the number of bytes allocated so far."""
@@ -244,6 +259,8 @@ class Bucket:
 
     device: torch.device
     dtype: torch.dtype
+    aligned: int
+    """Elements by which the starts of segments are aligned."""
     segments: list[Segment] = field(default_factory=list)
     length: int = 0
     has_gaps: bool = False
@@ -256,7 +273,7 @@ class Bucket:
         """Add a segment of a weight."""
         size = local(weight.param).numel()
         weight.is_cut |= length < size
-        offset = math.ceil(self.length / _ALIGNED) * _ALIGNED
+        offset = rounded_up(self.length, self.aligned)
         segment = Segment(weight, start, length, offset, is_last=start + length == size)
         self.segments.append(segment)
         self.has_gaps |= segment.offset > self.length
@@ -402,11 +419,17 @@ def _known_multipliers(length: int) -> torch.Tensor:
     return _multipliers(0, length, torch.device("cpu"))
 
 
-def fill(weights: list[Weight], *, cuts: bool) -> list[Bucket]:
+def rounded_up(length: int, aligned: int) -> int:
+    """Return the smallest multiple of `aligned` that is at least `length`."""
+    return -(-length // aligned) * aligned
+
+
+def fill(weights: list[Weight], *, cuts: bool, aligned: int) -> list[Bucket]:
     """Put weights into buckets.
 
     Args:
         weights: The weights.
+        aligned: Elements by which segments are aligned, in their weights and in buckets.
         cuts: Whether to split larger weights, except DTensors. Otherwise each gets a separate bucket.
 
     Returns:
@@ -418,16 +441,17 @@ def fill(weights: list[Weight], *, cuts: bool) -> list[Bucket]:
     for weight in weights:
         device, dtype = weight.layout.device, weight.layout.dtype
         size = (_BUCKET_BYTES if device.type == "cpu" else _BUCKET_BYTES_ON_ACCELERATORS) // 4  # elements
+        size = max(size // aligned, 1) * aligned
         length = local(weight.param).numel()
         longest = size if cuts and not is_dtensor(weight.param) else length
         for start in range(0, length, longest) if length else (0,):
             part = min(longest, length - start)
             if part >= size:
-                full.append(Bucket(device, dtype))
+                full.append(Bucket(device, dtype, aligned))
                 full[-1].add(weight, start, part)
                 continue
             if device not in open_ or open_[device].length + part > size:
-                open_[device] = Bucket(device, dtype)
+                open_[device] = Bucket(device, dtype, aligned)
                 shared.append(open_[device])
             open_[device].add(weight, start, part)
     return full + shared

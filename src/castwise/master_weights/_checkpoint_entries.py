@@ -12,7 +12,7 @@ from castwise._suggestions import listed
 from castwise._torch_private import is_fsdp_flattened
 from castwise.master_weights._buckets import NO_DIGEST, Part, Weight, as_dtensor, flat, is_dtensor, laid_out_as, local
 from castwise.master_weights._codecs import Chance, split_codec
-from castwise.master_weights._lending import LowState
+from castwise.master_weights._low_state import LowState
 
 PREFIX = "master_weights."
 _DIGESTS, _SEED, _STEPS = (PREFIX + name for name in ("row_digests", "seed", "steps"))

@@ -25,6 +25,9 @@ _BIT_OF_EACH_BYTE = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as a signed number
 _GATHER_BITS = 0x0102040810204080
 _LOW_BITS = 0x7F7F7F7F7F7F7F7F
 
+_POOL = 1 << 16  # random words that all streams share; they stay in a CPU's cache
+_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 times the golden ratio, as a signed number
+
 
 class Codec(ABC):
     """Holds the bits of fp32 weights that a segment of 16-bit weights lacks.
@@ -260,7 +263,8 @@ class Chance:
         self.seed, self.taken = seed, taken
         # Both stay on their devices, so that a step copies nothing to them and can be captured in a CUDA graph.
         self._taken_on: dict[torch.device, torch.Tensor] = {}  # steps that only a device has counted
-        self._keys: dict[tuple[str, torch.device], torch.Tensor] = {}  # by stream
+        self._starts: dict[tuple[str, torch.device], torch.Tensor] = {}  # by stream; one for each 65,536 elements
+        self._pools: dict[torch.device, torch.Tensor] = {}
 
     def count(self, device: torch.device, found_inf: torch.Tensor | None = None) -> None:
         """Count a step of weights on a device, unless `found_inf` is nonzero. Does not sync."""
@@ -280,16 +284,35 @@ class Chance:
 
     def round(self, values: torch.Tensor, dtype: torch.dtype, stream: str) -> torch.Tensor:
         """Round stochastically with `round_by_chance`, using the bits of a stream for this step."""
-        device = values.device
-        key = self._keys.get((stream, device))
-        if key is None:
-            number = _signed(zlib.crc32(f"{self.seed} {stream}".encode()))
-            key = self._keys[stream, device] = torch.full((), number, dtype=torch.int32, device=device)
+        flat = values.reshape(-1)
+        random = self.words(len(flat), flat.device, stream).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+        return round_by_chance(flat, random, dtype).view(values.shape)
+
+    def words(self, length: int, device: torch.device, stream: str) -> torch.Tensor:
+        """Return 32 random bits per element of a stream for this step: int32, shape (length,). Does not sync.
+
+        In each step, elements draw independently. Over steps, the numbers of an element grow by 2^32 times the golden
+        ratio, modulo 2^32, from a random start. Any run of steps covers the range evenly, so rounding errors of numbers
+        that change slowly cancel out, while those of independent draws grow with the square root of the steps.
+        """
+        pool, starts = self._pools.get(device), self._starts.get((stream, device))
+        rows = -(-length // _POOL)
+        if pool is None:
+            pool = self._pools[device] = random_words(_POOL, self._key("pool", device))
+        if starts is None or len(starts) != rows:
+            starts = self._starts[stream, device] = random_words(rows, self._key(stream, device)).view(rows, 1)
+        here = pool if length >= _POOL else pool[:length]
+        return torch.add(here, starts + self._step(device).mul_(_GOLDEN)).view(-1)[:length]
+
+    def _key(self, stream: str, device: torch.device) -> torch.Tensor:
+        number = _signed(zlib.crc32(f"{self.seed} {stream}".encode()))
+        return torch.full((), number, dtype=torch.int32, device=device)
+
+    def _step(self, device: torch.device) -> torch.Tensor:
         step = torch.full((), _signed(self.taken), dtype=torch.int32, device=device)
         for taken in self._taken_on.values():
             step += taken.to(device)
-        flat = values.reshape(-1)
-        return round_by_chance(flat, random_bits(flat, key, step), dtype).view(values.shape)
+        return step
 
 
 def _signed(number: int) -> int:
@@ -320,23 +343,21 @@ def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dty
     return torch.where(values.isfinite(), rounded, values)
 
 
-def random_bits(like: torch.Tensor, key: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Return 16 random bits per element, which depend only on key, step and the element's position.
+def random_words(length: int, key: torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits per element, which depend only on the key and the element's position.
 
-    Source: the finalizer of MurmurHash3 with the multipliers of xxHash, applied once for the key and once for the step.
+    Source: the finalizer of MurmurHash3 with the multipliers of xxHash, applied twice.
 
     Args:
-        like: Tensor that gives the number of elements and the device.
-        key: int32, shape (), on the same device.
-        step: Same as `key`.
+        length: Number of elements.
+        key: int32, shape ().
 
     Returns:
-        Flat int32 tensor with values in [0, 65536).
+        int32, shape (length,).
     """
-    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device).mul_(-0x61C8864F).add_(key)
-    shifted = torch.empty_like(x)  # reused: new memory costs more than a shift
-    for salt in (step, 0):
-        x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted)).mul_(-0x7A143589)
-        x.bitwise_xor_(torch.bitwise_right_shift(x, 13, out=shifted)).mul_(-0x3D4D51C3)
-        x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted)).add_(salt)
-    return x.bitwise_and_(0xFFFF)
+    x = torch.arange(length, dtype=torch.int32, device=key.device).mul_(-0x61C8864F).add_(key)
+    for _ in range(2):
+        x.bitwise_xor_(x >> 15).mul_(-0x7A143589)
+        x.bitwise_xor_(x >> 13).mul_(-0x3D4D51C3)
+        x.bitwise_xor_(x >> 16)
+    return x.mul_(-0x61C8864F)  # these shifts copy the sign, so an exclusive or always ends with the sign bit 0

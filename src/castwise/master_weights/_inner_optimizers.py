@@ -69,19 +69,22 @@ def step_without_hooks(optimizer: optim.Optimizer) -> object:
     return returned
 
 
-def state_after_step(optimizer: optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[Any, Any] | None:
-    """Return the state that an optimizer creates for a weight of shape (2, 3) in one step, with a zero gradient.
+def state_after_step(
+    optimizer: optim.Optimizer, groups: Sequence[Mapping[str, Any]], *, largest: float = 0.0
+) -> dict[Any, Any] | None:
+    """Return the state that an optimizer creates for a weight of shape (2, 3) in one step.
 
     None if the optimizer cannot step now, like schedule-free optimizers before `train()`.
 
     Args:
         optimizer: The optimizer, which is not changed.
         groups: Settings of its groups. The weight is in the first.
+        largest: The gradients range from minus this number to this number.
     """
     probe = copy.copy(optimizer)
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), None)
     weight = torch.zeros(2, 3, device=device)
-    weight.grad = torch.zeros(2, 3, device=device)
+    weight.grad = torch.linspace(-largest, largest, 6, device=device).view(2, 3)
     probe.state = defaultdict(dict)
     probe.param_groups = [{**group, "params": [weight] if index == 0 else []} for index, group in enumerate(groups)]
     try:
@@ -99,3 +102,10 @@ def state_names(optimizer: optim.Optimizer) -> set[str] | None:
     if state is None:
         return None
     return {str(name) for name, value in state.items() if isinstance(value, torch.Tensor) and value.shape == (2, 3)}
+
+
+def nonnegative_state(optimizer: optim.Optimizer) -> set[str]:
+    """Return the names of state that gradients of either sign leave at 0 or above, such as second moments."""
+    state = state_after_step(optimizer, optimizer.param_groups, largest=1.0) or {}
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return {name for name, value in tensors.items() if value.shape == (2, 3) and bool((value >= 0).all())}

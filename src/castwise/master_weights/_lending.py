@@ -5,44 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from castwise.amp._gradients import is_plain
-from castwise.master_weights._buckets import BucketViews, Loan, as_dtensor, is_dtensor, laid_out_as, local
-
-Created = dict[torch.Tensor, dict[Any, Any]]
-"""State that an optimizer creates in this step for weights that are cut, by parameter and name.
-
-It is kept apart until the last part is stepped: what an optimizer does with a part depends on the state that it finds,
-so each part must find what the first one found.
-"""
-
-
-@dataclass(slots=True)
-class LowState:
-    """State that is stored in 16 bits and lent in fp32."""
-
-    dtypes: dict[str, torch.dtype]
-    """By state name."""
-    nearest: set[str]
-    """Names of state that is rounded to nearest instead of stochastically."""
-    round: Callable[[torch.Tensor, torch.dtype, str], torch.Tensor]
-    """Rounds fp32 numbers to a dtype stochastically; takes a unique name for each tensor."""
-
-    def stored(self, of_param: Mapping[Any, Any], param: torch.Tensor) -> dict[Any, Any]:
-        """Return the state of a 16-bit weight in its storage dtypes, with the strides of the weight."""
-        return {name: self._stored(name, value, param) for name, value in of_param.items()}
-
-    def _stored(self, name: object, value: Any, param: torch.Tensor) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.dim():
-            return value
-        if value.shape != param.shape:
-            return value.float() if value.dtype.itemsize < 4 else value
-        stored = value.to(self.dtypes.get(str(name), torch.float32))
-        return stored if is_dtensor(param) else laid_out_as(stored, local(param))
+from castwise.master_weights._buckets import Bucket, BucketViews, Loan, as_dtensor, laid_out_as, local
+from castwise.master_weights._low_state import Blockwise, Created, LowState, is_of_weight
 
 
 def loans_of(
@@ -96,6 +65,7 @@ def _part_of(loan: Loan, of_param: torch.Tensor) -> torch.Tensor:
 def lent(
     optimizer: torch.optim.Optimizer,
     members: dict[int, list[Loan | torch.Tensor]],
+    views_of: Mapping[Bucket, BucketViews],
     low_state: LowState,
     created: Created,
     *,
@@ -106,7 +76,8 @@ def lent(
     Args:
         optimizer: The optimizer, whose `param_groups` and `state` are replaced inside the body.
         members: By group index, the members of the group: loans, and parameters that are used directly.
-        low_state: Which state is stored in 16 bits.
+        views_of: The views of the buckets whose loans are members.
+        low_state: Which state is stored in 8 or 16 bits.
         created: Filled with the state that parts of cut weights create, until their last part is stepped.
         all_: Whether `members` are all parameters, so that state that belongs to no parameter is included.
 
@@ -116,11 +87,13 @@ def lent(
     groups, state = optimizer.param_groups, optimizer.state
     params_before = {index: groups[index]["params"] for index in members}
     borrowed: defaultdict[Any, Any] = defaultdict(dict)
-    loans = []
+    loans = [member for of_group in members.values() for member in of_group if isinstance(member, Loan)]
+    lent_in = {bucket: _among(views.loans, loans) for bucket, views in views_of.items()}
+    for bucket, views in views_of.items():
+        low_state.lend(views, lent_in[bucket], state)
     for of_group in members.values():
         for member in of_group:
             if isinstance(member, Loan):
-                loans.append(member)
                 param = member.segment.weight.param
                 if (of_param := state.get(param)) is not None:
                     borrowed[member.stand_in] = _lent_state(of_param, member, low_state)
@@ -141,9 +114,12 @@ def lent(
             groups[index]["params"] = params
         for loan in loans:  # the next bucket reuses the memory
             loan.grad = loan.stand_in.grad = None
-    for loan in loans:
-        if (of_stand_in := borrowed.pop(loan.stand_in, None)) is not None:
-            _take_over(state, of_stand_in, loan, low_state, created)
+    for bucket, views in views_of.items():
+        given: dict[str, list[tuple[Loan, Any, Any]]] = defaultdict(list)
+        for loan in lent_in[bucket]:
+            if (of_stand_in := borrowed.pop(loan.stand_in, None)) is not None:
+                _take_over(state, of_stand_in, loan, low_state, created, given)
+        low_state.store(bucket, views, given)
     if borrowed:
         known = {param for group in groups for param in group["params"]}
         if any(isinstance(key, torch.Tensor) and key not in known for key in borrowed):
@@ -154,22 +130,44 @@ def lent(
         state.update(borrowed)
 
 
+def _among(loans: list[Loan], lent_loans: list[Loan]) -> list[Loan]:
+    known = {id(loan) for loan in lent_loans}
+    return [loan for loan in loans if id(loan) in known]
+
+
 def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> dict[Any, Any]:
     param, is_part = loan.segment.weight.param, loan.is_part
     if not is_part and not low_state.dtypes:
         return of_param
     lent_state = {}
     for name, value in of_param.items():
-        if _is_of_weight(value, param):
-            part = loan.segment.view_of(value) if is_part else value
-            lent_state[name] = part.float() if part.dtype.itemsize < 4 else part
+        if str(name) in loan.low_states and low_state.is_stored(value, param):
+            lent_state[name] = as_dtensor(loan.low_states[str(name)], param)
+        elif is_of_weight(value, param):
+            lent_state[name] = loan.segment.view_of(value) if is_part else value
         else:  # such as the step count, which each part increments
             lent_state[name] = value.clone() if is_part and isinstance(value, torch.Tensor) else value
     return lent_state
 
 
-def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: LowState, created: Created) -> None:
-    """Store the state of a stand-in as that of its parameter; `created` has the one that later parts must not find."""
+def _take_over(
+    state: Any,
+    of_stand_in: dict[Any, Any],
+    loan: Loan,
+    low_state: LowState,
+    created: Created,
+    given: dict[str, list[tuple[Loan, Any, Any]]],
+) -> None:
+    """Store the state of a stand-in as that of its parameter.
+
+    Args:
+        state: The state of the optimizer, by parameter.
+        of_stand_in: The state that it has for the stand-in.
+        loan: The loan of the stand-in.
+        low_state: Which state is stored in 8 or 16 bits.
+        created: Filled with state that later parts of a cut weight must not find.
+        given: Filled with state that is yet to be stored in 8 or 16 bits, for `LowState.store`.
+    """
     param, segment, is_part = loan.segment.weight.param, loan.segment, loan.is_part
     if not is_part and not low_state.dtypes:
         state[param] = of_stand_in
@@ -178,30 +176,21 @@ def _take_over(state: Any, of_stand_in: dict[Any, Any], loan: Loan, low_state: L
     is_last = not is_part or segment.is_last
     new = created.setdefault(param, {}) if is_part else {}
     for name, value in of_stand_in.items():
-        if not _is_of_weight(value, loan.stand_in):
+        if not is_of_weight(value, loan.stand_in):
             new[name] = value  # of a cut weight, that of the last part
             continue
-        low = low_state.dtypes.get(str(name))
-        stored = of_param.get(name)
-        if not _is_of_weight(stored, param):
-            stored = new.get(name)
-            if not _is_of_weight(stored, param):
-                stored = new[name] = torch.empty_like(param.detach(), dtype=low or value.dtype)
-        here = local(stored)
-        here = segment.view_of(here) if is_part else here
-        values = local(value)
-        if low is not None and low.itemsize < 4 and str(name) not in low_state.nearest:
-            values = low_state.round(values, low, f"{name} of {segment.weight.name} from {segment.start}")
-        if here.data_ptr() != values.data_ptr():
-            here.copy_(values)
+        stored = next((it for it in (of_param.get(name), new.get(name)) if _is_elementwise(it, param)), None)
+        if stored is None:
+            stored = new[name] = low_state.empty(str(name), loan, value)
+        if str(name) in loan.low_states:
+            given[str(name)].append((loan, value, stored))
+            continue
+        here = segment.view_of(local(stored)) if is_part else local(stored)
+        if here.data_ptr() != local(value).data_ptr():
+            here.copy_(local(value))
     if is_last:
         state[param].update(created.pop(param, new))
 
 
-def _is_of_weight(value: Any, weight: torch.Tensor) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.shape == weight.shape
-        and value.is_floating_point()
-        and value.dim() > 0
-    )
+def _is_elementwise(value: Any, param: torch.Tensor) -> bool:
+    return isinstance(value, Blockwise) or is_of_weight(value, param)

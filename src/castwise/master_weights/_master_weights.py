@@ -40,6 +40,7 @@ from castwise.amp.autocast_mode import autocast
 from castwise.master_weights import _narrowing as narrowing
 from castwise.master_weights._accumulation import Accumulation
 from castwise.master_weights._buckets import (
+    ALIGNED,
     Bucket,
     BucketViews,
     Layout,
@@ -53,6 +54,7 @@ from castwise.master_weights._buckets import (
     flat,
     is_dtensor,
     local,
+    rounded_up,
     write_count,
 )
 from castwise.master_weights._checkpoint_entries import (
@@ -73,18 +75,21 @@ from castwise.master_weights._codecs import Chance, codec_of
 from castwise.master_weights._inner_optimizers import (
     Reach,
     check,
+    nonnegative_state,
     reach_of,
     state_after_step,
     state_names,
     step_without_hooks,
 )
-from castwise.master_weights._lending import Created, LowState, lent, loans_of
+from castwise.master_weights._lending import lent, loans_of
+from castwise.master_weights._low_state import BLOCK, Blockwise, Created, LowState, in_fp32, nbytes
 from castwise.master_weights._narrowing_report import NarrowingReport, compare_forwards
 from castwise.master_weights._rounded_clipping import RoundedClipping
 from castwise.policy._bound_policy import BoundPolicy
 
 _METHODS = ("split", "stochastic")
 _DTYPES = (torch.bfloat16, torch.float16)
+_BLOCKWISE = "int8_blockwise"
 _STATE = {
     *("defaults", "_inner", "_dtype", "_method", "_grad_dtype", "_chance", "_low_state", "_reach", "_weights"),
     "_buckets",
@@ -124,7 +129,8 @@ class MasterWeights(torch.optim.Optimizer):
         state_dtype: Storage dtypes of optimizer state by name, such as {"exp_avg": torch.bfloat16}; fp32 by default.
             State is computed in fp32 and rounded stochastically, or to nearest with
             {"exp_avg": (torch.bfloat16, "nearest")}. An average that could then never fall is refused: (1 - beta) v
-            must be at least half of v's last bit.
+            must be at least half of v's last bit. "int8_blockwise" keeps 8 bits, and an fp32 scale for each 256
+            elements of a weight; an inf or NaN spreads over its 256 elements.
         narrow: Which parameters become 16-bit. By default, weights and biases of linear and convolution layers that no
             other module shares; with a bound policy, those of them that compute in `dtype`; with "all", all parameters.
         grad_dtype: Dtype in which gradients accumulate: "param", the dtype of the weights, or torch.float32 (needs
@@ -163,7 +169,7 @@ class MasterWeights(torch.optim.Optimizer):
         *,
         dtype: torch.dtype = torch.bfloat16,
         method: str = "split",
-        state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None = None,
+        state_dtype: Mapping[str, torch.dtype | str | tuple[torch.dtype | str, str]] | None = None,
         narrow: object = None,
         grad_dtype: str | torch.dtype = "param",
         accumulate: str = "plain",
@@ -194,7 +200,7 @@ class MasterWeights(torch.optim.Optimizer):
         self._reach = reach_of(optimizer)
         self._weights: list[Weight] = []
         self._buckets: list[Bucket] = []
-        self._workspace = Workspace(0)
+        self._workspace = Workspace(0, ())
         self._known_rounds: tuple[list[list[int]], list[_Round]] | None = None
         self._clipping: Clipping | None = None
         self._rounded_clipping: RoundedClipping | None = None
@@ -322,13 +328,15 @@ class MasterWeights(torch.optim.Optimizer):
             for index, param in enumerate(params)
             if param in chosen
         ]
-        for bucket in (added := fill(new, cuts=self._reach is Reach.ELEMENT)):
+        aligned = BLOCK if self._low_state.has_blocks() else ALIGNED
+        for bucket in (added := fill(new, cuts=self._reach is Reach.ELEMENT, aligned=aligned)):
             stream = f"weights {len(self._buckets)}"
             bucket.codec = codec_of(
                 self._method, self._dtype, bucket.length, bucket.device, chance=self._chance, stream=stream
             )
             self._buckets.append(bucket)
-        self._workspace = Workspace(max((bucket.length for bucket in self._buckets), default=0))
+        length = max((rounded_up(bucket.length, aligned) for bucket in self._buckets), default=0)
+        self._workspace = Workspace(length, self._low_state.names())
         self._known_rounds = None
         with torch.no_grad():
             for bucket in added:
@@ -713,7 +721,8 @@ class MasterWeights(torch.optim.Optimizer):
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
                 # An unknown optimizer may keep lent tensors or assign to their `.data`, so it gets new ones.
-                views = BucketViews(bucket, Workspace(bucket.length)) if all_ else self._workspace.views_of(bucket)
+                own = Workspace(rounded_up(bucket.length, bucket.aligned), self._low_state.names()) if all_ else None
+                views = self._workspace.views_of(bucket) if own is None else BucketViews(bucket, own)
                 views_of[bucket], found[bucket] = views, bucket.decode(views)
                 loans.update((loan.segment, loan) for loan in loans_of(views, residue_of, all_=all_))
         members: dict[int, list[Loan | torch.Tensor]] = {
@@ -724,7 +733,7 @@ class MasterWeights(torch.optim.Optimizer):
             ]
             for index, of_group in round_.members.items()
         }
-        with lent(self._inner, members, self._low_state, created, all_=all_):
+        with lent(self._inner, members, views_of, self._low_state, created, all_=all_):
             yield [*loans.values()]
         if all_ and any(write_count(each.weight.param) != each.weight.version for each in loans):
             raise RuntimeError(
@@ -856,8 +865,8 @@ class MasterWeights(torch.optim.Optimizer):
         """Return the inner optimizer's `state_dict()`, with the extra bits of 16-bit weights added to their state.
 
         Returns:
-            "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
-            its shape: "master_weights.residue" (int16) and "master_weights.ties" (bool); with float16, only
+            "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, in which state of "int8_blockwise" is
+            fp32 and a copy, so that other optimizers can load it, each 16-bit parameter has entries in its shape: "master_weights.residue" (int16) and "master_weights.ties" (bool); with float16, only
             "master_weights.half_residue" (int16); with `method="stochastic"`, none. Beside them is a
             "master_weights.row_digests" of each row of the weight they belong to (int32; -1 for a DTensor that is not
             sharded by rows; a single one under FSDP1); and, with stochastic rounding, "master_weights.seed" and
@@ -871,7 +880,7 @@ class MasterWeights(torch.optim.Optimizer):
         saved["state"] = dict(saved["state"])
         for weight in self._weights:
             number, entries = numbers[weight.param], entries_of(weight, parts[weight], self._saved_chance())
-            saved["state"][number] = {**saved["state"].get(number, {}), **entries}
+            saved["state"][number] = {**in_fp32(saved["state"].get(number, {}), weight.param), **entries}
         for post_hook in hooks_of(self.register_state_dict_post_hook).values():
             result = post_hook(self, saved)
             saved = saved if result is None else result
@@ -950,7 +959,8 @@ class MasterWeights(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             created = state_after_step(self._inner, [{**group, **saved}]) if is_torchs else None
             for param in group["params"]:
-                of_param, kept = state.get(numbers[param], {}), {**(created or {}), **self.state.get(param, {})}
+                own = {name: it for name, it in self.state.get(param, {}).items() if not isinstance(it, Blockwise)}
+                of_param, kept = state.get(numbers[param], {}), {**(created or {}), **own}
                 name = weights[param].name if param in weights else f"parameter {numbers[param]}"
                 check_kinds(name, of_param, kept, may_be_none=lambda entry: entry == "momentum_buffer" or not is_torchs)
                 if param in weights:
@@ -1041,7 +1051,7 @@ class MasterWeights(torch.optim.Optimizer):
         # Hooks, patches by schedulers, and the model are not pickled, as with torch's optimizers.
         state = {name: value for name, value in self.__dict__.items() if name in _STATE}
         # A copy finds the model's copy by its parameters: a reference would copy the model with the optimizer alone.
-        made = {"_workspace": Workspace(self._workspace.length), "_known_rounds": None}
+        made = {"_workspace": Workspace(self._workspace.length, self._low_state.names()), "_known_rounds": None}
         narrow = narrowing.without_model(self._narrow)
         accumulation = None if self._accumulation is None else Accumulation()
         return {
@@ -1126,14 +1136,13 @@ class MasterWeights(torch.optim.Optimizer):
             fp32), "gradients", "state" and "workspace" (memory that steps reuse, allocated by the first one).
         """
         low = [weight.param for weight in self._weights]
-        tensors = [value for param in low for value in self.state.get(param, {}).values() if torch.is_tensor(value)]
         return {
             "parameters": sum(local(param).numel() for param in low),
             "weights": sum(local(param).nbytes for param in low),
             "kept": sum(bucket.codec.bytes() for bucket in self._buckets),
             "gradients": sum(local(param.grad).nbytes for param in low if param.grad is not None)
             + (0 if self._accumulation is None else self._accumulation.nbytes()),
-            "state": sum(local(tensor).nbytes for tensor in tensors),
+            "state": nbytes(value for param in low for value in self.state.get(param, {}).values()),
             "workspace": self._workspace.bytes(),
         }
 
@@ -1205,7 +1214,7 @@ def _check_can_fall(name: str, dtype: torch.dtype, optimizer: torch.optim.Optimi
 
 def _low_state(
     optimizer: torch.optim.Optimizer,
-    state_dtype: Mapping[str, torch.dtype | tuple[torch.dtype, str]] | None,
+    state_dtype: Mapping[str, torch.dtype | str | tuple[torch.dtype | str, str]] | None,
     chance: Chance,
 ) -> LowState:
     if not isinstance(state_dtype, (Mapping, type(None))):
@@ -1215,11 +1224,9 @@ def _low_state(
         for name, wanted in (state_dtype or {}).items()
     }
     for name, (dtype, rounding) in settings.items():
-        _check_choice(f"the rounding of state_dtype[{name!r}]", rounding, ("stochastic", "nearest"))
-        if dtype not in (*_DTYPES, torch.float32):
-            raise ValueError(
-                f"state_dtype[{name!r}] must be one of {', '.join(map(repr, (*_DTYPES, torch.float32)))}, got {dtype!r}"
-            )
+        _check_choice(f"state_dtype[{name!r}]", dtype, (*_DTYPES, torch.float32, _BLOCKWISE))
+        roundings = ("stochastic",) if dtype == _BLOCKWISE else ("stochastic", "nearest")
+        _check_choice(f"the rounding of state_dtype[{name!r}]", rounding, roundings)
     known = state_names(optimizer) if settings else None
     unknown = [] if known is None else [name for name in settings if name not in known]
     if known is not None and unknown:
@@ -1228,6 +1235,11 @@ def _low_state(
             f"it keeps {listed(sorted(known)) or 'none'}"
         )
     nearest = {name for name, (_, rounding) in settings.items() if rounding == "nearest"}
+    unsigned = nonnegative_state(optimizer) if any(dtype == _BLOCKWISE for dtype, _ in settings.values()) else set()
+    dtypes = {
+        name: dtype if isinstance(dtype, torch.dtype) else torch.uint8 if name in unsigned else torch.int8
+        for name, (dtype, _) in settings.items()
+    }
     for name in sorted(nearest):
-        _check_can_fall(name, settings[name][0], optimizer)
-    return LowState({name: dtype for name, (dtype, _) in settings.items()}, nearest, chance.round)
+        _check_can_fall(name, dtypes[name], optimizer)
+    return LowState(dtypes, nearest, chance)
