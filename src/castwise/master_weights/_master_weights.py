@@ -865,12 +865,13 @@ class MasterWeights(torch.optim.Optimizer):
         """Return the inner optimizer's `state_dict()`, with the extra bits of 16-bit weights added to their state.
 
         Returns:
-            "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, in which state of "int8_blockwise" is
-            fp32 and a copy, so that other optimizers can load it, each 16-bit parameter has entries in its shape: "master_weights.residue" (int16) and "master_weights.ties" (bool); with float16, only
+            "state" and "param_groups". Besides its fp32 (or `state_dtype`) state, each 16-bit parameter has entries in
+            its shape: "master_weights.residue" (int16) and "master_weights.ties" (bool); with float16, only
             "master_weights.half_residue" (int16); with `method="stochastic"`, none. Beside them is a
             "master_weights.row_digests" of each row of the weight they belong to (int32; -1 for a DTensor that is not
             sharded by rows; a single one under FSDP1); and, with stochastic rounding, "master_weights.seed" and
-            "master_weights.steps". These entries are copies.
+            "master_weights.steps". These entries are copies, and so is state of "int8_blockwise", which is in fp32 for
+            other optimizers to load.
         """
         self._take_over_written()
         for hook in hooks_of(self.register_state_dict_pre_hook).values():
