@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "report": {"amp", "monitor"},
     "_installation": {"amp", "policy", "weights", "master_weights", "diagnosis", "_mistakes", "_invariants", "monitor"}
     | {"report"},
-    "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report"},
+    "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report", "checking"},
     "_demo": {"amp", "monitor", "report", "_installation"},
     "_cli": {"amp", "policy", "tracing", "_mistakes", "_invariants", "monitor", "report", "_installation", "_doctor"}
     | {"_demo", "checking", "comparison", "tuning"},
