@@ -918,30 +918,8 @@ class GradScaler(torch.amp.GradScaler):
 
         def evaluate() -> Any:
             # Every evaluation begins with scaled, unchecked gradients.
-            of_evaluation = self._new_record(optimizer, was_shown=was_shown)
             self._iteration.losses[:] = losses_before  # its losses replace those of the evaluation before
-            before = Snapshot(params_and_grads(optimizer)[1])
-            loss = closure()
-            params, grads = params_and_grads(optimizer)
-            written, new = before.changed(grads)  # these are scaled, however the closure computes them
-            self._optimizers.shared.forget([params[index] for index in (*written, *new)])
-            # A later backward in the closure may have replaced the record after clipping.
-            of_evaluation = self._iteration.records.get(optimizer, of_evaluation)
-            scale, _ = self._check_scale_growth_tracker("step")
-            if self._gradients_hooks:
-                self._show_gradients(of_evaluation)
-            self._unscale_now(of_evaluation, allow_fp16=allow_fp16)
-            self._optimizers.shared.mark(params)  # in case the next evaluation computes no gradients
-            is_finite = closures.is_finite(loss)
-            if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
-                # A loss that is not finite skips the step even if the gradients are finite.
-                found = of_evaluation.found_inf_per_device if is_finite else {scale.device: torch.ones_like(scale)}
-                self._note(of_evaluation, dict(found))
-            if self._agreement is not None:
-                self._agree("step")
-            if self._decide_skip(of_evaluation):
-                raise closures.NonFiniteEvaluationError
-            return loss
+            return self._evaluate(self._new_record(optimizer, was_shown=was_shown), closure, allow_fp16=allow_fp16)
 
         # Gradients clipped or unscaled before the step count as unscaled until an evaluation writes them.
         if isinstance(record.state, Clipped):
@@ -959,6 +937,36 @@ class GradScaler(torch.amp.GradScaler):
         except BaseException:
             self._iteration.records.pop(optimizer, None)  # nothing was stepped, and the closure owns the gradients
             raise
+
+    def _evaluate(self, record: OptimizerRecord, closure: Callable[[], Any], *, allow_fp16: bool) -> Any:
+        """Call a closure, unscale the gradients that it has computed, and return its loss.
+
+        Raises:
+            NonFiniteEvaluationError: The loss or a gradient is not finite, on any of the ranks that agree.
+        """
+        optimizer, shared = record.optimizer, self._optimizers.shared
+        before = Snapshot(params_and_grads(optimizer)[1])
+        loss = closure()
+        params, grads = params_and_grads(optimizer)
+        written, new = before.changed(grads)  # these are scaled, however the closure computes them
+        shared.forget([params[index] for index in (*written, *new)])
+        # A later backward in the closure may have replaced the record after clipping.
+        record = self._iteration.records.get(optimizer, record)
+        scale, _ = self._check_scale_growth_tracker("step")
+        if self._gradients_hooks:
+            self._show_gradients(record)
+        self._unscale_now(record, allow_fp16=allow_fp16)
+        shared.mark(params)  # in case the next evaluation computes no gradients
+        is_finite = closures.is_finite(loss)
+        if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
+            # A loss that is not finite skips the step even if the gradients are finite.
+            found = record.found_inf_per_device if is_finite else {scale.device: torch.ones_like(scale)}
+            self._note(record, dict(found))
+        if self._agreement is not None:
+            self._agree("step")
+        if self._decide_skip(record):
+            raise closures.NonFiniteEvaluationError
+        return loss
 
     def skip(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave an optimizer out of this iteration on purpose, so that `update()` accepts the missing step.
