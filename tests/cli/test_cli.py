@@ -250,6 +250,7 @@ METAVARS = {
         "[fp32|bf16-split]",
         "[first|diagnose|nothing]",
         "INVARIANT[=PATTERN]",
+        "GOOD..BAD",
         "[mistake|warning|critical]",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -67,6 +68,15 @@ def check(
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help=f"With `record`: file to write. [default: {GOLDEN}]"),
     ] = None,
+    bisect: Annotated[
+        str | None,
+        typer.Option(
+            "--bisect",
+            metavar="GOOD..BAD",
+            help="Find the first commit after GOOD, up to BAD, that differs from GOOD (or from --against); needs git. "
+            "[default: check the files as they are]",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Check that a training script is the same function as when it was recorded, and as accurate.
@@ -77,10 +87,15 @@ def check(
     try:
         action, run = _parsed(script, arguments or [], module)
         _check_options(action, against, steps, out)
+        if bisect is not None and action != "check":
+            raise UserError(f"--bisect is for checking; leave out `{action}`")
     except UserError as error:
         typer.echo(f"castwise check: {error}", err=True)
         raise typer.Exit(USER_ERROR) from None
     try:
+        if bisect is not None:
+            _bisect(run, bisect, against, as_json)
+            return
         run.program()
         if action == "record":
             _print_golden(_record(run, 3 if steps is None else steps, out or Path(GOLDEN)), as_json)
@@ -166,6 +181,24 @@ def _accept(run: ScriptRun, found: CheckResult, path: Path, as_json: bool) -> No
     if found.kind != "identical":
         _record(run, _load(path).steps, path)
     _print(found, as_json)
+
+
+def _bisect(run: ScriptRun, commits: str, against: Path | None, as_json: bool) -> None:
+    """Print the first commit that differs, and how."""
+    from castwise._cli.bisection import Bisection, Command, subject
+
+    if Path(run.name).is_absolute():
+        raise UserError(f"with --bisect, give the script's path relative to this folder, not {run.name}")
+    options = ("--module",) if run.is_module else ()
+    with tempfile.TemporaryDirectory(prefix="castwise-golden-") as folder:
+        golden = Path(folder, GOLDEN) if against is None else against.resolve()
+        command = Command((*options, run.name), run.arguments, golden)
+        bisection = Bisection.between(commits, command.check, lambda line: typer.echo(line, err=True))
+        first, tried = bisection.first(command.record if against is None else lambda folder: None)
+    if as_json:
+        typer.echo(json.dumps({"commit": first, **tried.result}))
+    else:
+        typer.echo(f"the first commit that differs: {subject(first)}\n{tried.result['verdict']}")
 
 
 def _print_golden(golden: Golden, as_json: bool) -> None:
