@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from castwise.amp import _devices as devices
+from castwise.amp.grad_scaler import _MultiDeviceReplicator
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def test_copies_are_made_once_for_each_device_and_are_never_the_master() -> None:
     master = torch.ones(())
-    copies = devices.MultiDeviceReplicator(master)
+    copies = _MultiDeviceReplicator(master)
     cpu, meta = torch.device("cpu"), torch.device("meta")
     assert copies.get(cpu) is copies.get(cpu)
     assert copies.get(cpu) is not master

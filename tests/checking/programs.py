@@ -72,6 +72,8 @@ def train(
                 functional.cross_entropy(out.float().view(-1, WORDS), part.roll(1, 1).reshape(-1), reduction="sum") / 32
             )
             scaler.scale(loss + loss_bug * out.float().square().mean()).backward()
+        if logits is not None:
+            logits("logits", out)
         scaler.unscale_(optimizer)
         if clips_by_hand:
             norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
@@ -81,8 +83,6 @@ def train(
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         scaler.step(optimizer)
         scaler.update()
-    if logits is not None:
-        logits("logits", out)
 
 
 def program(**switches: Any) -> Callable[[], None]:

@@ -82,7 +82,7 @@ def state(model: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("what", ["compare", "tune"])
 def test_everything_is_put_back_wherever_it_comes(what: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LSTM(4, 4))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.GRU(4, 4))
     given = [(torch.randn(3, 4), torch.arange(3)) for _ in range(2)]
 
     def run() -> None:

@@ -28,6 +28,12 @@ BF16 = {"bf16": policies.bf16}
 FP32 = {"fp32": Policy(compute="float32")}
 
 
+@pytest.fixture(autouse=True)
+def _with_units_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes are the same on all CPUs."""
+    monkeypatch.setattr("castwise.comparison._precision_drift.is_native_here", lambda dtype: True)
+
+
 def mlp(width: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, 4))

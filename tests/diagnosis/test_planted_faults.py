@@ -97,6 +97,13 @@ def test_nothing_is_blamed_in_clean_runs(
 # -- faults of the forward --------------------------------------------------------------------------------------------
 
 
+def is_tried(found: Diagnosis) -> bool:
+    """Return True if fp32 is advised where it was seen to help, and nothing where no format does."""
+    if found.remedy == "float32":
+        return found.tried.startswith("finite")
+    return found.remedy == "" and "no format helps" in found.advice
+
+
 @few
 @given(seeds, steps, st.sampled_from(LINEARS), checkpointing)
 def test_weights_that_fp16_cannot_hold(seed: int, step: int, name: str, use_reentrant: bool | None) -> None:
@@ -106,7 +113,8 @@ def test_weights_that_fp16_cannot_hold(seed: int, step: int, name: str, use_reen
     found = diagnosed(model, scaler, FP16)
     if found or ".experts." not in name:
         assert (found.phase, found.module, found.op, found.remedy) == ("forward", name, "aten.to", "float32")
-        assert f'modules={{"{name}": "float32"}}' in found.advice
+        assert name in found.advice  # with the modules that overflow next
+        assert found.tried.startswith("finite")
 
 
 @few
@@ -120,7 +128,7 @@ def test_a_module_whose_output_overflows(
     if found or ".experts." not in name:
         assert (found.phase, found.module, found.op, found.value) == ("forward", name, "aten.mul", "inf")
         # Of bf16 it is the second product that overflows, as it would in fp32.
-        assert found.remedy == ("float32" if dtype is FP16 else "code")
+        assert found.remedy == "code" if dtype is BF16 else is_tried(found)
 
 
 @few
@@ -135,7 +143,8 @@ def test_one_expert_is_blamed_if_a_token_goes_to_it(
     is_used = model.get_submodule(f"blocks.{block}.moe").tokens_of[expert] > 0  # type: ignore[index, operator]
     assert found.found is is_used
     if is_used:
-        assert (found.phase, found.module, found.remedy) == ("forward", name, "float32")
+        assert (found.phase, found.module) == ("forward", name)
+        assert is_tried(found)
 
 
 @few

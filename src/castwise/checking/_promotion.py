@@ -160,6 +160,7 @@ def _update_scale(
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten._amp_foreach_non_finite_check_and_unscale_.default": _unscale,
     "aten._amp_update_scale_.default": _update_scale,
+    "aten.lift_fresh.default": widen,  # torch.tensor(...), which torch counts as a view
 }
 
 

@@ -162,6 +162,7 @@ class Monitor:
         self._guard = Guard()
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
+        self._checks: Checks | None = None
         self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
         """With `on_nonfinite`, the diagnosis of the last step with an inf or NaN; None if it was not replayed."""
