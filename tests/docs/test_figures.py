@@ -58,6 +58,7 @@ DEFINITIONS = {
     "docs/explanation/recipes.md": {"1 x", "128 x"},  # blocks that share a scale
     "docs/tutorials/lora.md": {"0.5%", "64 KiB"},  # what a region of a WeightCache compares at most
     "docs/explanation/testing.md": {"95%", "200 times"},  # what `make coverage` and a command ask for
+    "docs/explanation/master-weights.md": {"0.1%", "a second"},  # 1 - beta2; moment
     "docs/tutorials/less-memory.md": {"4 MiB", "64 MiB"},  # sizes of a bucket of MasterWeights
     "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
     # A model on paper: alphas are assumed, and times follow from the formula, as do shares of a step of 1 s or 10 ms.

@@ -98,7 +98,7 @@ class Command:
     Args:
         script: The script as it is named, with the options before it.
         arguments: The script's own.
-        golden: The golden file, outside of the work tree.
+        golden: The golden file, not in the work tree.
     """
 
     script: tuple[str, ...]
