@@ -37,7 +37,7 @@ MODULES = [
 # Those of frameworks, which not every machine has.
 INTEGRATIONS = [
     f"castwise.integrations.{name}"
-    for name in ("accelerate", "lightning", "mlflow", "pytest", "pytorch_lightning", "transformers", "wandb")
+    for name in ("accelerate", "lightning", "mlflow", "pytorch_lightning", "transformers", "wandb")
 ]
 
 

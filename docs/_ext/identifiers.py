@@ -44,7 +44,7 @@ OURS = [
     "castwise.distributed.fsdp.sharded_grad_scaler",
     *(
         f"castwise.integrations.{name}"
-        for name in ("accelerate", "lightning", "mlflow", "pytest", "pytorch_lightning", "transformers", "wandb")
+        for name in ("accelerate", "lightning", "mlflow", "pytorch_lightning", "transformers", "wandb")
     ),
 ]
 TORCHS = [

@@ -5,5 +5,5 @@ from castwise._faces import face
 __all__: list[str] = []  # to import them all would need all frameworks
 
 __getattr__, __dir__ = face(
-    __name__, {}, ["accelerate", "lightning", "mlflow", "pytest", "pytorch_lightning", "transformers", "wandb"]
+    __name__, {}, ["accelerate", "lightning", "mlflow", "pytorch_lightning", "transformers", "wandb"]
 )

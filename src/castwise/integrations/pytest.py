@@ -15,8 +15,6 @@ import pytest
 
 from castwise.checking import check, record
 
-__all__ = ["castwise_check", "pytest_addoption"]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option `--castwise-record`."""
