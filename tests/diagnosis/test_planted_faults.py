@@ -98,9 +98,9 @@ def test_nothing_is_blamed_in_clean_runs(
 
 
 def is_tried(found: Diagnosis) -> bool:
-    """Return True if fp32 is advised where it was seen to help, and nothing where no format does."""
+    """Return True if fp32 is advised where it helps or could not be tried, and nothing where no format helps."""
     if found.remedy == "float32":
-        return found.tried.startswith("finite")
+        return found.tried.startswith(("finite", "untried"))
     return found.remedy == "" and "no format helps" in found.advice
 
 
@@ -114,7 +114,7 @@ def test_weights_that_fp16_cannot_hold(seed: int, step: int, name: str, use_reen
     if found or ".experts." not in name:
         assert (found.phase, found.module, found.op, found.remedy) == ("forward", name, "aten.to", "float32")
         assert name in found.advice  # with the modules that overflow next
-        assert found.tried.startswith("finite")
+        assert found.tried.startswith(("finite", "untried"))  # checkpointed code cannot always be run again
 
 
 @few
@@ -139,8 +139,10 @@ def test_one_expert_is_blamed_if_a_token_goes_to_it(
     model, scaler = trained(seed, step, FP16, use_reentrant)
     name = f"blocks.{block}.moe.experts.{expert}.{layer}"
     plant(model.get_submodule(name), lambda y: y * 1e30)
+    moe, tokens = model.get_submodule(f"blocks.{block}.moe"), list[list[int]]()
+    moe.register_forward_hook(lambda *_: tokens.append([*moe.tokens_of]))  # type: ignore[misc, arg-type, union-attr]
     found = diagnosed(model, scaler, FP16)
-    is_used = model.get_submodule(f"blocks.{block}.moe").tokens_of[expert] > 0  # type: ignore[index, operator]
+    is_used = tokens[0][expert] > 0  # in the replay; remedies are tried later
     assert found.found is is_used
     if is_used:
         assert (found.phase, found.module) == ("forward", name)
