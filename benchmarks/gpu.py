@@ -22,8 +22,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 BENCHMARKS = ("step_cost", "small_steps", "autocast_overhead", "master_weights", "monitor_cost")
-LONGEST = 540
-"""Seconds that all parts may take together."""
 
 
 class Part(NamedTuple):

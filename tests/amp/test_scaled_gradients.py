@@ -163,3 +163,15 @@ def test_the_largest_gradient_is_that_before_any_clipping(fused: bool) -> None:
     scaler.clip_grad_norm_(optimizer, 1.0)
     scaler.clip_grad_norm_(optimizer, 0.5)
     assert scaler._iteration.records[optimizer].largest.item() == 8.0
+
+
+def test_fp64_gradients_beyond_fp32_are_stepped_under_headroom() -> None:
+    param = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer, scaler = torch.optim.SGD([param], lr=1e-200), GradScaler("cpu", schedule=Headroom(init_scale=4.0))
+    scaler.scale(torch.ones((), dtype=torch.float64))
+    param.grad = torch.tensor([4e200, 0.0], dtype=torch.float64)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.step_skipped
+    assert param.tolist() == pytest.approx([-1.0, 0.0])

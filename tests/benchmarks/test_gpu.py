@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import parse
-from benchmarks.gpu import LONGEST, Part, parts, run
+from benchmarks.gpu import Part, parts, run
 from typer.testing import CliRunner
 
 from benchmarks import gpu
@@ -25,7 +25,8 @@ def test_the_commands_are_understood(device: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_parts_together_end_in_nine_minutes() -> None:
-    assert sum(part.seconds for part in parts("cuda", gpu.RESULTS)) <= LONGEST - 10
+    first_pages = 10
+    assert sum(part.seconds for part in parts("cuda", gpu.RESULTS)) + first_pages <= 9 * 60
 
 
 def test_what_fails_or_takes_too_long_is_named(capfd: pytest.CaptureFixture[str]) -> None:

@@ -252,6 +252,8 @@ def norm_of(
 
 def needs_unscaling(group: Group) -> bool:
     """Return True if a group's squares are added up in fp32, which may not hold those of scaled gradients."""
+    if group.device.type == "cpu":  # it reads the norm, and adds up again in fp64 where fp32 is too small
+        return False
     is_fp32 = group.dtype is torch.float32 and not group.has_half  # unscaling would round 16-bit gradients
     return is_fp32 and not sums_in_fp64(group.device)
 

@@ -64,7 +64,10 @@ __all__ = ["GradScaler", "OptState"]
 INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-class _MultiDeviceReplicator(torchs._MultiDeviceReplicator):
+_ReplicatorInTorch: Any = getattr(torchs, "_MultiDeviceReplicator", object)  # for `isinstance`
+
+
+class _MultiDeviceReplicator(_ReplicatorInTorch):  # type: ignore[misc]  # a class, if torch has it
     """Copies of a tensor on several devices, each created on first use."""
 
     def __init__(self, master_tensor: torch.Tensor) -> None:
@@ -435,7 +438,7 @@ class GradScaler(torch.amp.GradScaler):
             may_overflow = scale.is_cpu or self._scale_bound.of(scale) < 1.0
             if self._rule.needs_largest and record.largest is None:
                 self._note_largest(record, grads)
-                if may_overflow and record.largest is not None and not grads.has_fp16():
+                if may_overflow and not scale.is_cpu and record.largest is not None and not grads.has_fp16():
                     found[scale.device], may_overflow = measure.nonfinite([record.largest]), False
             for factor, groups in self._factors(record, grads):
                 measure.multiply_(groups, factor, found)

@@ -8,7 +8,6 @@ largest.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from castwise.master_weights._buckets import (
     is_dtensor,
     laid_out_as,
     local,
+    rounded_up,
 )
 from castwise.master_weights._codecs import Chance
 
@@ -59,9 +59,9 @@ class Blockwise:
     def zeros(cls, param: torch.Tensor, dtype: torch.dtype) -> Blockwise:
         """Return the state 0 of a parameter."""
         here = local(param)
-        blocks = -(-here.numel() // BLOCK)
-        codes = torch.zeros(blocks * BLOCK, dtype=dtype, device=here.device)
-        return cls(codes, torch.zeros(blocks, device=here.device))
+        length = rounded_up(here.numel(), BLOCK)
+        codes = torch.zeros(length, dtype=dtype, device=here.device)
+        return cls(codes, torch.zeros(length // BLOCK, device=here.device))
 
     @classmethod
     def of(cls, values: torch.Tensor, param: torch.Tensor, dtype: torch.dtype) -> Blockwise:
@@ -85,7 +85,7 @@ class Blockwise:
 
     def parts_of(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and the scales of a segment."""
-        begin, end = segment.start // BLOCK, -(-(segment.start + segment.length) // BLOCK)
+        begin, end = segment.start // BLOCK, rounded_up(segment.start + segment.length, BLOCK) // BLOCK
         return self.codes[begin * BLOCK : end * BLOCK], self.scales[begin:end]
 
 
@@ -234,11 +234,11 @@ def _part(stored: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 
 def _padded(segment: Segment, memory: torch.Tensor) -> torch.Tensor:
-    return memory[segment.offset : segment.offset + math.ceil(segment.length / BLOCK) * BLOCK]
+    return memory[segment.offset : segment.offset + rounded_up(segment.length, BLOCK)]
 
 
 def _blocks(segment: Segment, memory: torch.Tensor) -> torch.Tensor:
-    return memory[segment.offset // BLOCK : segment.offset // BLOCK + math.ceil(segment.length / BLOCK)]
+    return memory[segment.offset // BLOCK : (segment.offset + rounded_up(segment.length, BLOCK)) // BLOCK]
 
 
 def _decode_all(there: list[tuple[Loan, Blockwise]], memory: torch.Tensor, views: BucketViews) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
@@ -39,7 +40,10 @@ def _is_supported_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type in (*_TYPES, custom_backend())
 
 
-class _GeneralMultiDeviceReplicator(_MultiDeviceReplicator, torchs._GeneralMultiDeviceReplicator):
+_ReplicatorInTorch: Any = getattr(torchs, "_GeneralMultiDeviceReplicator", object)  # for `isinstance`
+
+
+class _GeneralMultiDeviceReplicator(_MultiDeviceReplicator, _ReplicatorInTorch):  # type: ignore[misc]  # a class, if torch has it
     def __init__(self, master_tensor: torch.Tensor) -> None:
         if not _is_supported_device(master_tensor):
             ours = ValueError(
