@@ -23,6 +23,7 @@ from castwise._installation.models import Models, model_with, raw_tensors
 from castwise._installation.new_optimizers import NewOptimizers
 from castwise._installation.run_folder import RunFolder, model_folder
 from castwise._invariants.invariant import Exemptions
+from castwise._invariants.torch_calls import TORCH_CALLS
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_dynamo_active, wraps_compiled
@@ -101,7 +102,7 @@ class Account(Observer):
         self._rank: int | None = None
         self._pid = os.getpid()
         self._seen: Counter[tuple[str, str]] = Counter()
-        self._has_checked = self._follows_backward = False
+        self._has_checked = self._follows_backward = self._follows_calls = False
         self._steps = 0
 
     def begin(self) -> None:
@@ -113,6 +114,9 @@ class Account(Observer):
             BACKWARD_CALLS.follow()
             LOADED_BATCHES.follow()
             self._follows_backward = True
+        if self._invariants is not False and self.out is not None:
+            TORCH_CALLS.follow()
+            self._follows_calls = True
         with self._guard:  # models are recorded anyway
             WATCH.subscribe(self._on_mistake, of_gradients=True)
 
@@ -123,6 +127,9 @@ class Account(Observer):
             self._follows_backward = False
             BACKWARD_CALLS.leave()
             LOADED_BATCHES.leave()
+        if self._follows_calls:
+            self._follows_calls = False
+            TORCH_CALLS.leave()
         if self in OBSERVERS:
             OBSERVERS.remove(self)
         if self._hook is not None:

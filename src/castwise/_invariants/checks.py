@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from castwise._guard import Guard
+from castwise._invariants.equal_ranks import EqualRanks
 from castwise._invariants.invariant import Broken, Exemptions, named
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
 from castwise._invariants.saved_dtypes import SavedDtypes
@@ -52,11 +53,12 @@ class Checks:
         self._optimizers, self._exemptions, self._report = optimizers, exemptions, report
         self._weights = TrainedWeights(model, parameters, optimizers)
         self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
+        self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
         self._steps: dict[torch.optim.Optimizer, int] = {}
         self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
         self._guards = [
             Guard(f"castwise does not check {what} any more, because the check failed", is_final=True)
-            for what in ("weights", "optimizer states", "modes", "dtypes of files")
+            for what in ("weights", "optimizer states", "modes", "dtypes of files", "ranks")
         ]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -64,7 +66,7 @@ class Checks:
         if _is_inside_a_step(optimizer):
             return
         step = self._steps.get(optimizer, 0) + 1
-        of_weights, of_state, of_mode, of_files = self._guards
+        of_weights, of_state, of_mode, of_files, of_ranks = self._guards
         of_weights.call(self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
             of_weights.call(self._tell, lambda: self._weights.check_gradients(optimizer, step))
@@ -72,7 +74,9 @@ class Checks:
             return
         of_mode.call(self._tell, lambda: self._mode.stepping(step, looks_at_draws=step < _DRAWS or step % EVERY < 3))
         of_files.call(self._tell, lambda: self._saved.stepping(step, is_noted=is_checked(step)))
+        of_ranks.call(self._tell, lambda: self._ranks.repeated_epoch(step))
         if is_checked(step):
+            of_ranks.call(self._tell, lambda: self._ranks.check(step))
             of_weights.call(self._tell, lambda: self._weights.check(step))
         if step == 2 or is_checked(step):
             for each in self._optimizers:
@@ -85,17 +89,22 @@ class Checks:
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
         self._guards[0].call(self._weights.note_step, optimizer)
         self._guards[0].call(self._tell, lambda: self._weights.results(step))
+        if optimizer is self._optimizers[0]:
+            self._guards[4].call(self._tell, lambda: self._ranks.after_step(step))
 
     def forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at a forward of the model that begins."""
         self._guards[2].call(self._mode.forward, model)
+        next_step = self._steps.get(self._optimizers[0], 0) + 1
+        self._guards[4].call(self._ranks.forward, args, kwargs, is_checked=is_checked(next_step))
 
     def file_saved(self, saved: object) -> None:
         """Look at an object that is about to be written to a file."""
         self._guards[3].call(self._saved.saved, saved)
 
     def stop(self) -> None:
-        """Drop all copies."""
+        """Report what is known, and drop all copies."""
+        self._guards[4].call(self._tell, self._ranks.end)
         self._weights.clear()
 
     def _tell(self, check: Callable[[], Iterable[Broken]]) -> None:

@@ -9,7 +9,10 @@ from typing import Literal
 
 from castwise._suggestions import listed, nearest
 
-INVARIANTS = ("not-in-optimizer", "never-updated", "raw-half-optimizer-state", "train-eval-mode", "dtype-of-checkpoint")
+INVARIANTS = (
+    *("not-in-optimizer", "never-updated", "raw-half-optimizer-state", "train-eval-mode", "dtype-of-checkpoint"),
+    *("replicas-differ", "gradients-not-reduced", "same-data-on-ranks", "reduced-in-16-bits"),
+)
 """The names of all invariants."""
 
 _NAMED = 3

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from castwise._digests import digest_of_words, multipliers
 from castwise._torch_private import version
 from castwise.amp._gradients import is_plain
 from castwise.master_weights._codecs import Codec
@@ -20,7 +21,6 @@ ALIGNED = 8
 # accelerator, the host launches a few dozen kernels for each bucket, and larger ones keep the device busy meanwhile.
 _BUCKET_BYTES, _BUCKET_BYTES_ON_ACCELERATORS = 4 << 20, 64 << 20
 _PIECE = 1 << 20  # elements that a digest converts at once
-_ODD, _OTHER_ODD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 NO_DIGEST = -1
 """Stands for an unknown digest."""
 
@@ -360,16 +360,8 @@ def _digest(weights: torch.Tensor) -> int:
         weights = weights.clone()
     length = weights.numel() // 4 * 4
     words, rest = weights[:length].view(torch.int64), weights[length:].view(torch.int16)  # eight bytes are fastest
-    columns = _columns(len(words))
-    sums = words
-    if columns < len(words):
-        rows = len(words) // columns
-        sums = words[: rows * columns].view(rows, columns).sum(0)
-        remaining = words[rows * columns :]
-        sums[: len(remaining)].add_(remaining)
-    # A product passes on no bit to lower ones, so the signs in the top bits would get lost without the shift.
-    total = torch.dot(sums.bitwise_xor(sums >> 31), _known_multipliers(columns)[: len(sums)]).item()
-    return int(total) if not len(rest) else hash((total, *rest.tolist()))
+    total = int(digest_of_words(words, _columns(len(words))).item())
+    return total if not len(rest) else hash((total, *rest.tolist()))
 
 
 @functools.cache
@@ -400,23 +392,11 @@ def _row_digests(rows: torch.Tensor) -> torch.Tensor:
     wide = max(1, min(width, _PIECE))
     tall = max(1, _PIECE // wide)
     for column in range(0, width, wide):
-        multipliers = _multipliers(column, min(column + wide, width), rows.device)
+        of_columns = multipliers(column, min(column + wide, width), rows.device)
         for row in range(0, height, tall):
-            digests[row : row + tall] += (bits[row : row + tall, column : column + wide] * multipliers).sum(1)
+            digests[row : row + tall] += (bits[row : row + tall, column : column + wide] * of_columns).sum(1)
     folded = digests.bitwise_xor(digests >> 32).to(torch.int32)
     return folded.masked_fill_(folded == NO_DIGEST, 0)
-
-
-def _multipliers(begin: int, end: int, device: torch.device) -> torch.Tensor:
-    """Return an odd pseudo-random number for each position, without structure: swaps must not cancel each other."""
-    numbers = torch.arange(begin + 1, end + 1, device=device).mul_(_ODD)
-    numbers.bitwise_xor_(numbers >> 29).mul_(_OTHER_ODD)
-    return numbers.bitwise_xor_(numbers >> 32).bitwise_or_(1)
-
-
-@functools.cache
-def _known_multipliers(length: int) -> torch.Tensor:
-    return _multipliers(0, length, torch.device("cpu"))
 
 
 def rounded_up(length: int, aligned: int) -> int:

@@ -1,0 +1,112 @@
+"""Two ranks that train one model: what differs between them is named, and nothing is said of what may differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.forked import on_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from castwise._digests import digest
+from castwise._invariants.board import Board
+from castwise._invariants.data_parallel import summed_in_16_bits
+from castwise._invariants.torch_calls import TORCH_CALLS
+
+_FIRST_SCRIPTS = {
+    "bypassed": ("gradients-not-reduced", "a.weight", "call it, and not the model inside it"),
+    "without_the_last_sync": ("gradients-not-reduced", "a.weight", "no_sync() around the last micro-batch"),
+    "written_on_one_rank": ("replicas-differ", "b.weight", "equal at step 10, different at step 20"),
+    "written_on_one_rank_and_exempt": ("replicas-differ", "a.bias", "equal at step 10, different at step 20"),
+    "same_batches": ("same-data-on-ranks", "ranks 0 and 1", "DistributedSampler"),
+    "replicated_dtensors": ("replicas-differ", "b.weight", "equal at step 10, different at step 20"),
+    "sampler_without_its_epoch": ("same-data-on-ranks", "from step 7 on", "sampler.set_epoch(epoch)"),
+}
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, list[Any]]:
+    of_ranks = on_ranks(2, [Path(__file__).with_name("ranks_worker.py")])
+    return dict(json.loads(line) for line in of_ranks[0].splitlines())
+
+
+@pytest.mark.parametrize("run", _FIRST_SCRIPTS)
+def test_what_ranks_break_is_named_within_two_checks(run: str, printed: dict[str, list[Any]]) -> None:
+    ((name, step, severity, text),) = printed[run]
+    expected, *parts = _FIRST_SCRIPTS[run]
+    assert (name, severity) == (expected, "warning")
+    assert step <= 30
+    assert all(part in text for part in parts), text
+
+
+def test_of_ranks_that_may_differ_nothing_is_said(printed: dict[str, list[Any]]) -> None:
+    correct = {run: broken for run, broken in printed.items() if run.startswith("correct")}
+    assert len(correct) == 7
+    assert not any(correct.values()), correct
+
+
+@pytest.fixture
+def many_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=128, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("many_ranks")
+def test_sums_of_many_ranks_in_16_bits_are_named() -> None:
+    TORCH_CALLS.follow()
+    try:
+        model = DistributedDataParallel(nn.Linear(4, 2))
+        assert list(summed_in_16_bits(model)) == []
+        model.register_comm_hook(None, fp16_compress_hook)
+        (of_hook,) = summed_in_16_bits(model)
+    finally:
+        TORCH_CALLS.leave()
+    assert of_hook.text == (
+        "the hook fp16_compress_hook of DistributedDataParallel sums the gradients of 128 ranks in float16, "
+        "which keeps 11 bits: small ones get lost."
+    )
+    (of_dtype,) = summed_in_16_bits(DistributedDataParallel(nn.Linear(4, 2).bfloat16()))
+    assert of_dtype.text.startswith("DistributedDataParallel sums the gradients of 128 ranks in bfloat16")
+    mesh = init_device_mesh("cpu", (128,))
+    sharded = [nn.Linear(128, 128, bias=False) for _ in range(2)]
+    fully_shard(sharded[0], mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(sharded[1], mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    (of_fsdp,) = summed_in_16_bits(sharded[0])
+    assert of_fsdp.text.startswith("FSDP2 sums the gradients of 128 ranks in bfloat16")
+    assert list(summed_in_16_bits(sharded[1])) == []
+
+
+def test_a_board_waits_for_no_rank_and_numbers_boards_of_one_subject() -> None:
+    store = dist.HashStore()
+    subjects = ["weights", "weights", "others"]
+    boards = {rank: [Board(store, rank, subject) for subject in subjects] for rank in (0, 1)}
+    boards[0][0].write("digests", "1 2")
+    assert [board.read("digests") for board in boards[1]] == ["1 2", "", ""]
+    assert [boards[0][1].count("differ"), boards[1][1].count("differ"), boards[0][1].counted("differ")] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool])
+@pytest.mark.parametrize("length", [1, 3, 8, 40_000])
+def test_a_digest_changes_with_each_bit_and_with_places(dtype: torch.dtype, length: int) -> None:
+    torch.manual_seed(0)
+    values = (100 * torch.randn(length)).relu().to(dtype)
+    assert digest(values) == digest(torch.cat([values, values])[length:])  # elsewhere in memory
+    bits = values.clone().view(torch.uint8)
+    for bit in (1, 128):
+        bits[-1] ^= bit
+        assert digest(bits.view(dtype)) != digest(values)
+        bits[-1] ^= bit
+    if length > 8:
+        assert digest(values.roll(1)) != digest(values)
+        assert digest(values.view(-1, 8).t()) == digest(values.view(-1, 8).t().contiguous()) != digest(values)
