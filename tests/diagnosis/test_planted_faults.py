@@ -38,7 +38,7 @@ steps = st.integers(0, 3)
 seeds = st.integers(0, 2**16)
 blocks = st.integers(0, BLOCKS - 1)
 checkpointing = st.sampled_from([None, True, False])
-few = settings(max_examples=20)
+few = settings(max_examples=12)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -83,7 +83,7 @@ def plant(module: nn.Module, change: Any) -> None:
 # -- no fault ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seeds, steps, st.sampled_from([FP16, BF16, torch.float32]), checkpointing, st.booleans())
 def test_nothing_is_blamed_in_clean_runs(
     seed: int, step: int, dtype: torch.dtype, use_reentrant: bool | None, in_training: bool

@@ -85,8 +85,9 @@ def test_samples_of_a_fault_in_an_op_are_found_by_halving_the_batch() -> None:
     model = nn.Sequential(Calls(lambda x: (calls.append(len(x)), x / x.norm(dim=-1, keepdim=True))[1]), nn.Linear(4, 1))  # type: ignore[func-returns-value]
     found = diagnose(model, torch.mean, x)
     assert (found.samples, found.tried) == ((2, 6), "finite without 2 samples")
-    assert calls == [8, 8, 4, 2, 2, 1, 1, 4, 2, 2, 1, 1, 6]
-    assert "sample" not in str(diagnose(model, torch.mean, torch.zeros(8, 4)))
+    assert calls == [8, 4, 2, 2, 1, 1, 4, 2, 2, 1, 1, 6]
+    for size in (2, 8):
+        assert "\n  sample" not in str(diagnose(model, torch.mean, torch.zeros(size, 4)))
 
 
 def test_an_input_that_is_not_finite_is_named_with_its_column() -> None:
@@ -158,6 +159,41 @@ def test_an_output_far_larger_than_those_before_is_no_cure() -> None:
     assert found is not None
     assert found.advice.startswith("a wider format is no cure: in fp32 the output is finite and 1e+06 times as large")
     assert (found.remedy, found.code) == ("learning rate", "")
+
+
+PARTS = [4, 4, 2, 1, 1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("function", "calls", "results"),
+    [
+        (lambda x: x * 300 * 300, [[8] * 4, [8]], ["finite", "finite on the first batch with this fault"]),
+        # No format helps, so the samples of each batch are halved.
+        (lambda x: x.square() * 1e-3, [[8] * 4 + PARTS, [8, *PARTS]], ["finite without sample 5"] * 2),
+    ],
+    ids=["a format helps", "no format helps"],
+)
+def test_formats_are_tried_once_for_each_fault_of_a_run(
+    function: Any, calls: list[list[int]], results: list[str]
+) -> None:
+    forwards: list[int] = []
+    model = between(lambda x: (forwards.append(len(x)), function(x))[1])  # type: ignore[func-returns-value]
+    recording, x = Recording(model), X.clone()
+    x[5] *= 1e20 if "sample" in results[0] else 1
+    recording.attach()
+    tried, counted = [], []
+    for _ in results:
+        with castwise.autocast("cpu", dtype=torch.float16):
+            loss = model(x).float().mean()
+        loss.backward()
+        forwards.clear()
+        found = recording.take().diagnose(1.0)
+        assert found is not None
+        tried.append(found.tried)
+        counted.append([*forwards])
+    recording.detach()
+    assert tried == results
+    assert counted == calls
 
 
 @pytest.mark.parametrize(

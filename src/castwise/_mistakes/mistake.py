@@ -115,10 +115,15 @@ def line_of_model(outside: str) -> Place | None:
         file = frame.f_code.co_filename
         if not is_passed_over(file):
             return Place(file, frame.f_lineno)
-        if file != outside and os.path.abspath(file).startswith(_LIBRARIES[1]):
+        if file != outside and _is_of_castwise(file):
             return None
         frame = frame.f_back
     return None
+
+
+@functools.cache
+def _is_of_castwise(file: str) -> bool:
+    return os.path.abspath(file).startswith(_LIBRARIES[1])
 
 
 @functools.cache

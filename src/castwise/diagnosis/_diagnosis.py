@@ -19,7 +19,7 @@ from castwise.diagnosis._origins import Birth, Phase
 from castwise.diagnosis._outlying_rows import has_huge_input, outlying_row
 from castwise.diagnosis._ranges import Range, Value, first_not_finite, range_of
 from castwise.diagnosis._remedies import Help, Remedy, remedy_of
-from castwise.diagnosis._trials import try_remedy
+from castwise.diagnosis._trials import EarlierTrials, try_remedy
 from castwise.policy._module_rules import named_modules
 from castwise.tracing._batches import Batch, arguments_of
 
@@ -269,6 +269,7 @@ def diagnose_replay(
     loss_is_finite: bool | None = None,
     with_backward: bool = True,
     usual: float | None = None,
+    earlier: EarlierTrials | None = None,
 ) -> Diagnosis:
     """Diagnose without a loss: start the backward from gradients of the model's output.
 
@@ -286,22 +287,30 @@ def diagnose_replay(
         loss_is_finite: Whether the loss was finite; None if it is not known.
         with_backward: If False, look for faults of the forward only.
         usual: The largest magnitude of the output in recent steps; None if it is not known.
+        earlier: Remedies that were tried before in this run.
 
     Raises:
         Exception: Whatever the model raises.
     """
     case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
-    return _diagnosis(find(case, scale), case, scale, None, usual)
+    return _diagnosis(find(case, scale), case, scale, None, usual, earlier)
 
 
-def _diagnosis(found: Found, case: Case, scale: float, loss: float | None, usual: float | None = None) -> Diagnosis:
+def _diagnosis(
+    found: Found,
+    case: Case,
+    scale: float,
+    loss: float | None,
+    usual: float | None = None,
+    earlier: EarlierTrials | None = None,
+) -> Diagnosis:
     fault, others = found.fault, tuple(map(_non_finite, found.others))
     if fault is None:
         return Diagnosis(False, scale=scale, loss=loss, harmless=others)
     is_huge = fault.birth is not None and has_huge_input(fault.birth.inputs)
     row = outlying_row(case.model) if is_huge else None
     help_ = remedy_of(fault, scale) if row is None else Help("weight", str(row))
-    tried = try_remedy(case, fault, help_, scale, usual, row)
+    tried = try_remedy(case, fault, help_, scale, usual, row, {} if earlier is None else earlier)
     remedy, advice, code = tried.help
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)

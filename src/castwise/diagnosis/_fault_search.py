@@ -88,7 +88,7 @@ def find(case: Case, scale: float) -> Found:
     Raises:
         Exception: Whatever the model or the loss raises.
     """
-    found = _replay(case, scale)
+    found = replay(case, scale)
     fault = found.fault
     if fault is None and (lost := case.nonfinite_gradients()):
         fault = Fault("gradient of the output", None, lost, loss_is_finite=case.loss_is_finite)
@@ -98,7 +98,7 @@ def find(case: Case, scale: float) -> Found:
     if fault.birth is not None and fault.birth.phase not in {"loss", "backward"}:
         return found
     # A fault that no scale fixes takes precedence, even if the scale is too high too.
-    unscaled = _replay(case, 1.0)
+    unscaled = replay(case, 1.0)
     return found._replace(fault=fault._replace(is_due_to_scale=True)) if unscaled.fault is None else unscaled
 
 
@@ -112,7 +112,8 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]
                 yield f"{module_name}.{name}" if module_name else name, module_name, param
 
 
-def _replay(case: Case, scale: float) -> Found:
+def replay(case: Case, scale: float) -> Found:
+    """Replay a case once. Whether the scale is the cause is not looked at."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -131,7 +132,7 @@ def _replay(case: Case, scale: float) -> Found:
         if not_finite:
             fault: Fault | None = _fault("loss", case, origins, not_finite)
         else:
-            with _without_autocast(case.model, ends), origins:
+            with _without_autocast(case.model, ends):
                 fault = _replay_backward(case, scale, ends, module_of_op, origins)
         if fault is None:
             return Found(None, origins.others((), None))
@@ -141,7 +142,8 @@ def _replay(case: Case, scale: float) -> Found:
 def _replay_backward(
     case: Case, scale: float, ends: list[torch.Tensor], module_of_op: ModuleOfOp, origins: Origins
 ) -> Fault | None:
-    roots = case.roots(ends, scale)
+    with origins:  # a product with the scale may overflow
+        roots = case.roots(ends, scale)
     trained = [(name, param) for name, _, param in named_parameters(case.model) if param.requires_grad]
     if not roots or not trained:
         return None
@@ -152,7 +154,8 @@ def _replay_backward(
             return None  # a backward from this seed shows nothing
     origins.phase = "backward"
     module_of_op.begin_backward()
-    gradients = gradients_of(roots, [param for _, param in trained])
+    with origins:
+        gradients = gradients_of(roots, [param for _, param in trained])
     named = zip((name for name, _ in trained), gradients, strict=True)
     lost = [(name, gradient) for name, gradient in named if gradient is not None and not _is_finite(gradient)]
     return _fault("gradient", case, origins, [gradient for _, gradient in lost], lost[0][0]) if lost else None

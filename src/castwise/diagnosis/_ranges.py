@@ -105,8 +105,10 @@ def range_of(tensor: torch.Tensor) -> Range | None:
     lowest, highest = _ends(measured)
     nan = inf = 0
     if lowest is None or highest is None or not (math.isfinite(lowest) and math.isfinite(highest)):
-        lowest, highest = _ends(measured[measured.isfinite()])
-        nan, inf = int(measured.isnan().sum()), int(measured.isinf().sum())
+        finite = measured[measured.isfinite()]
+        lowest, highest = _ends(finite)
+        nan = int(measured.isnan().count_nonzero())
+        inf = measured.numel() - finite.numel() - nan
     shape = tensor.shape if is_plain(tensor) else values.shape
     return Range(str(tensor.dtype).removeprefix("torch."), tuple(shape), lowest, highest, nan, inf)
 

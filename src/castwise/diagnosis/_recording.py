@@ -25,6 +25,7 @@ from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES, LoadedBatch
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._replay import is_replaying
+from castwise.diagnosis._trials import EarlierTrials
 from castwise.tracing._module_hooks import ModuleHooks
 
 MOST = 64  # micro-batches kept per step
@@ -50,6 +51,7 @@ class MicroBatch:
         is_condensed: Whether the gradients were too large to keep.
         loaded: The batches that data loaders had yielded last.
         usual: The largest magnitudes of the output in some recent forwards, shape () each.
+        earlier: The remedies that were tried for this model.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class MicroBatch:
     is_condensed: bool = False
     loaded: tuple[LoadedBatch, ...] = ()
     usual: tuple[torch.Tensor, ...] = ()
+    earlier: EarlierTrials = field(default_factory=dict)
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the output at `place`."""
@@ -103,6 +106,7 @@ class MicroBatch:
             loss_is_finite=loss_is_finite,
             with_backward=with_backward,
             usual=self._usual_size(),
+            earlier=self.earlier,
         )
         if diagnosis.samples:
             diagnosis = replace(diagnosis, dataset_indices=self._dataset_indices(diagnosis.samples))
@@ -233,6 +237,7 @@ class Recording:
         self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
         self._sizes: dict[nn.Module, deque[torch.Tensor]] = {}
+        self._tried: dict[nn.Module, EarlierTrials] = {}
         self._forwards = 0
         self._batches = MicroBatches()
 
@@ -283,7 +288,9 @@ class Recording:
                 began = LOSS_CODE.forward_begins()
                 inputs = self._inputs[model].keep(args, kwargs, self._most_bytes - self._nbytes)
                 usual = tuple(self._sizes.get(model, ()))
-                batch = MicroBatch(model, name, inputs, began, loaded=LOADED_BATCHES.recent, usual=usual)
+                tried = self._tried.setdefault(model, {})
+                recent = LOADED_BATCHES.recent
+                batch = MicroBatch(model, name, inputs, began, loaded=recent, usual=usual, earlier=tried)
         self._begun.append(batch)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

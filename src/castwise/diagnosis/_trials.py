@@ -18,7 +18,7 @@ from castwise._torch_private import TorchDispatchMode
 from castwise.amp._devices import has_autocast
 from castwise.amp.autocast_mode import autocast
 from castwise.diagnosis._cases import outputs_of
-from castwise.diagnosis._fault_search import Case, Fault, find, named_parameters, without_cached_casts
+from castwise.diagnosis._fault_search import Case, Fault, named_parameters, replay, without_cached_casts
 from castwise.diagnosis._op_facts import tensors_of, written_and_read
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._outlying_rows import OutlyingRow
@@ -36,6 +36,7 @@ SANE = 30.0
 """A cure gives outputs of a sane size: at most so many times as large as those of recent steps."""
 _MOST_BAD = 8  # samples that are looked for
 _MOST_MODULES = 4  # that are kept in fp32 by name; if it takes more, all of the model is
+_EARLIER = "finite on the first batch with this fault"
 ALL_IN_FP32 = "run all of the model in fp32"
 
 Outcome = Literal["finite", "not finite", "unknown"]
@@ -56,6 +57,10 @@ class Tried:
     samples: tuple[int, ...] = ()
 
 
+EarlierTrials = dict[tuple[str, ...], Help]
+"""What was tried instead of a remedy, or with it, on the first batch of a run with a fault, by fault."""
+
+
 class _Run(NamedTuple):
     outcome: Outcome
     largest: float = 0.0
@@ -66,12 +71,18 @@ class _OutOfTimeError(Exception):
 
 
 def try_remedy(
-    case: Case, fault: Fault, help_: Help, scale: float, usual: float | None, row: OutlyingRow | None
+    case: Case,
+    fault: Fault,
+    help_: Help,
+    scale: float,
+    usual: float | None,
+    row: OutlyingRow | None,
+    earlier: EarlierTrials,
 ) -> Tried:
     """Try a remedy on the batch of a fault, within the time of 10 steps or 2 s. All state is restored.
 
     A remedy that does not help is replaced: by fp32 for all of the model, or if that does not help either, by what the
-    batch or the weights show.
+    batch or the weights show. Formats are tried once for each fault in a run, the samples of each batch.
 
     Args:
         case: The batch.
@@ -80,6 +91,7 @@ def try_remedy(
         scale: The scale of the loss.
         usual: The largest magnitude of the output in recent steps; None if it is not known.
         row: A row of a weight that is far larger than the others.
+        earlier: Trials of the run, to which this one is added.
     """
     if fault.is_due_to_scale:
         return Tried(help_, "finite at scale 1")
@@ -89,7 +101,13 @@ def try_remedy(
     if _has_several_ranks():
         return Tried(help_, "untried: several ranks take part", _bad_rows(case, birth))
     try:
-        return _Trials(case, birth, scale, usual).of(help_, row)
+        trials, key = _Trials(case, birth, scale, usual), (birth.phase, birth.module or "", birth.op, str(birth.place))
+        if help_.remedy == "float32" and key in earlier:
+            return trials.after(earlier[key])
+        tried = trials.of(help_, row)
+        if help_.remedy == "float32" and (tried.result.startswith("finite") or not tried.help.remedy):
+            earlier[key] = tried.help
+        return tried
     except _OutOfTimeError:
         return Tried(help_, "untried: time ran out", _bad_rows(case, birth))
 
@@ -122,6 +140,10 @@ class _Trials:
             return Tried(help_, "untried: it needs a checkpoint")
         return self._without_samples(help_)
 
+    def after(self, help_: Help) -> Tried:
+        """Try what remains to be tried after formats were, on another batch with the same fault."""
+        return Tried(help_, _EARLIER) if help_.remedy else self._without_samples(help_)
+
     # -- remedies -----------------------------------------------------------------------------------------------
 
     def _in_float32(self, help_: Help) -> Tried:
@@ -147,7 +169,7 @@ class _Trials:
         """Return the module that overflows while others are in fp32; None if there is none, or there are many."""
         self._check_time()
         try:
-            fault = find(_Changed(self._case, lambda: self._in_fp32(modules)), self._scale).fault
+            fault = replay(_Changed(self._case, lambda: self._in_fp32(modules)), self._scale).fault
         except Exception:
             return None
         birth = None if fault is None else fault.birth
@@ -213,7 +235,8 @@ class _Trials:
         if not count or count < 2:
             return ()
         bad: list[int] = []
-        parts = [list(range(count))]
+        rows = list(range(count))
+        parts = [rows[count // 2 :], rows[: count // 2]]  # the replay has judged the whole batch
         while parts:
             rows = parts.pop()
             outcome = self._run_rows(rows).outcome
@@ -223,7 +246,7 @@ class _Trials:
                 middle = len(rows) // 2
                 bad += rows if not middle else []
                 parts += [rows[middle:], rows[:middle]] if middle else []
-        return tuple(bad)
+        return tuple(bad) if len(bad) < count else ()
 
     # -- one trial ----------------------------------------------------------------------------------------------
 
