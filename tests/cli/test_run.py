@@ -499,8 +499,8 @@ def losses(run: subprocess.CompletedProcess[str]) -> tuple[float, float]:
 
 def finding(run: subprocess.CompletedProcess[str], out: Path) -> str:
     """The first finding on the terminal, which the report has as well."""
-    (line,) = (line for line in run.stderr.splitlines() if line.startswith(("castwise: critical", "castwise: warning")))
-    sentence = line.split(": ", 2)[2]
+    (found,) = re.findall(r"^castwise: (?:critical|warning): (.*\n(?: .*\n)*)", run.stderr, re.MULTILINE)
+    sentence = " ".join(found.split())
     page = html.unescape(re.sub(r"<[^>]*>", "", (run_in(out) / "report.html").read_text()))
     assert sentence.partition(" 2^")[0][:60] in page  # where it is set as a power
     return sentence

@@ -1,6 +1,8 @@
-"""Output of `castwise report --text`."""
+"""Output of `castwise report --text`, and the summary of `castwise run`."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
@@ -42,6 +44,17 @@ def print_runs(runs: list[Run], console: Console) -> None:
             for diagnosed in advice.diagnosed:
                 for detail in diagnosed.details.splitlines():
                     console.print(Text(f"  {diagnosed.at}: {detail}", style="dim"))
+
+
+def print_summary(lines: Iterable[str]) -> None:
+    """Print the lines of `Summary.lines` to standard error, with colors if it is a terminal."""
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    for line in lines:
+        text = Text(f"castwise: {line}")
+        for severity, style in STYLES.items():
+            text.highlight_regex(rf"^castwise: {severity}:", style)
+        text.highlight_regex(r"(?m)^ {14}.*$", "bold")  # source code
+        console.print(text)
 
 
 def _summary(facts: RunFacts) -> str:

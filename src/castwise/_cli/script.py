@@ -17,6 +17,7 @@ import castwise
 import castwise._installation
 from castwise._cli.model_errors import is_ours
 from castwise._cli.program import Program
+from castwise._cli.report_text import print_summary
 from castwise._cli.termination import Termination
 from castwise._installation.account import Account
 from castwise._installation.settings import Settings
@@ -154,8 +155,7 @@ class Script:
         if ending.as_json:
             print(json.dumps(summary.record()), file=sys.stderr)
         else:
-            for line in [*lines, *summary.lines()]:
-                print(f"castwise: {line}", file=sys.stderr)
+            print_summary([*lines, *summary.lines()])
         if summary.fails(ending.fail_on) and not self._has_failed:
             sys.stdout.flush()
             sys.stderr.flush()

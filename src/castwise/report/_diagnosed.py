@@ -69,11 +69,22 @@ class Diagnosed:
         return _sentence(f"{on_batch}{self.tried}")
 
     @property
-    def sentences(self) -> str:
-        """The summary, the sample at fault, the remedy, and what came of it."""
+    def source(self) -> str:
+        """The text of that line; "" if unknown."""
+        found = re.search(r"^at .+?:\d+: (.+)$", self.details, re.MULTILINE)
+        return "" if found is None else found[1]
+
+    @property
+    def parts(self) -> list[str]:
+        """The summary, the sample at fault, the remedy, and what came of it; a sentence or two each."""
         sample = self.samples[0][1] if self.samples else ""
         more = [_sentence(text) for text in (sample, self.advice, self.trial) if text]
-        return " ".join([self.summary, *(f"{text}." for text in more)])
+        return [self.summary, *(f"{text}." for text in more)]
+
+    @property
+    def sentences(self) -> str:
+        """All parts in one line."""
+        return " ".join(self.parts)
 
     def __str__(self) -> str:
         return f"{self.at}: {self.sentences}"

@@ -70,7 +70,8 @@ class Summary:
     def lines(self) -> list[str]:
         """Return lines with steps, skips, the first finding, mistakes, notes, and the path of the report.
 
-        Lines are wrapped to the width of standard error, less the "castwise: " that is printed before each.
+        Lines are wrapped to the width of standard error, less the "castwise: " that is printed before each. Each part
+        of a diagnosis begins on a line of its own.
         """
         steps = [step for run in self.runs for step in run.steps]
         causes = Counter(step.why_skipped for step in steps if step.skipped)
@@ -83,15 +84,15 @@ class Summary:
         first = self.first_finding
         if first is not None:
             whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
-            inputs = enumerate(first.diagnosed[0].inputs if first.diagnosed else [])
-            ranges = "".join(f" Input {place}: {found}." for place, found in inputs)
-            lines.append(f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.text}{ranges}")
+            parts = [f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.finding}"]
+            lines.append("\n".join([*parts, *_diagnosed(first)]))
         lines += self._broken_invariants(first)
         for mistake in self.mistakes[:_MISTAKES_SHOWN]:
             lines.append(f"mistake: {mistake.where}{mistake.text}")
         if len(self.mistakes) > _MISTAKES_SHOWN:
             lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
-        lines = [_wrapped(line) for line in [*lines, *self.notes]]
+        here = os.path.join(os.getcwd(), "") if os.path.exists(".") else ""
+        lines = [_wrapped(line.replace(here, "") if here else line) for line in [*lines, *self.notes]]
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return lines
@@ -149,13 +150,35 @@ def _json(value: Measured) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _wrapped(line: str) -> str:
+def _diagnosed(piece: Advice) -> list[str]:
+    """Return the parts of the diagnoses of a piece of advice, with the source line and the inputs of the first one."""
+    lines = []
+    for diagnosed in piece.diagnosed:
+        source = [f"    {diagnosed.source}"] if diagnosed.source and diagnosed is piece.diagnosed[0] else []
+        if piece.finding.startswith(diagnosed.sentences):
+            lines += source
+            continue
+        summary, *others = diagnosed.parts
+        lines += [f"{diagnosed.at}: {summary}", *source, *others]
+    inputs = piece.diagnosed[0].inputs if piece.diagnosed else []
+    return lines + [f"Input {number}: {text}." for number, text in enumerate(inputs)]
+
+
+def _wrapped(text: str) -> str:
+    """Wrap each line to the width of standard error, and indent all but the first, which follows "castwise: "."""
     indent = " " * len(_PREFIX)
-    width = max(width_of(sys.stderr, _WIDTH), 3 * len(_PREFIX))
-    wrapped = textwrap.fill(
-        _PREFIX + line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return wrapped.removeprefix(_PREFIX)
+    width = max(width_of(sys.stderr, _WIDTH), 3 * len(_PREFIX)) - len(_PREFIX)
+    lines = [
+        textwrap.fill(
+            line, width, subsequent_indent=_indent_of(line), break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.splitlines()
+    ]
+    return textwrap.indent("\n".join(lines), indent).removeprefix(indent)
+
+
+def _indent_of(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None:
