@@ -37,19 +37,18 @@ def figures() -> str:
     steps = result("master_weights")["optimizer steps"]["fused AdamW"]["to fp32 weights"]["split"]["median"]
     training = result("master_weights")["training step"]["to fp32 weights"]["split"]["median"]
     lines = [
-        f"To unscale, clip and step fused AdamW (124M parameters) takes {1 - step['median']:.0%} less time with "
+        f"Unscaling, clipping and stepping fused AdamW (124M parameters) takes {1 - step['median']:.0%} less time with "
         "`scaler.clip_grad_norm_` than with `torch.amp`.",
         f"bf16 inference with fp32 weights (an MLP, batch size 1) is {inference['median']:.1f} times as fast with a "
         "`WeightCache` as with `torch.autocast`.",
-        f"castwise identified the module behind {sum(by_castwise)} of {planted} planted infs and NaNs; the next best "
-        f"tool, transformers' DebugUnderflowOverflow, found {sum(by_transformers)}.",
-        f"`MasterWeights` trains with AdamW in {split['sum']:.0f} bytes per parameter instead of {fp32['sum']:.0f}: "
-        f"{split['weights'] + split['kept']:.0f} for the weight ({fp32['weights']:.0f} and {fp32['casts']:.0f} for "
-        f"autocast's copy before), {split['gradients']:.0f} for the gradient ({fp32['gradients']:.0f} before), "
-        f"{split['state']:.0f} for the state. A step of fused AdamW takes {steps:.1f} times as long, a whole training "
-        f"step of a GPT {training:.2f} times. Losses are the same, bit for bit, unless gradients are summed in bf16 "
-        "(over micro-batches or ranks, which options avoid), or the model's own code reads a weight or its dtype "
-        "(`narrowing_report` finds such code).",
+        f"castwise named the module behind {sum(by_castwise)} of {planted} planted infs and NaNs; the next best tool, "
+        f"transformers' DebugUnderflowOverflow, named {sum(by_transformers)}.",
+        f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
+        f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
+        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. A step of fused AdamW "
+        f"takes {steps:.1f} times as long, a whole training step of a GPT {training:.2f} times. Losses are the same, bit "
+        "for bit, if gradients are summed in fp32 (over micro-batches and ranks, for which there are options), and no "
+        "code of the model reads a weight or its dtype (`narrowing_report` finds such code).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 

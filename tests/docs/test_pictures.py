@@ -17,7 +17,16 @@ from castwise.monitor import Run
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-SCRIPTS = ["loss_scaling", "number_formats", "ranks", "step_traffic", "weight_bits", "recipes", "first_page"]
+SCRIPTS = [
+    "loss_scaling",
+    "number_formats",
+    "ranks",
+    "step_traffic",
+    "weight_bits",
+    "recipes",
+    "first_page",
+    "terminal",
+]
 TINY = Size(layers=1, heads=1, width=8, context=4, batch=2)
 
 
@@ -49,6 +58,19 @@ def test_each_picture_is_on_a_page() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     shown = set(re.findall(r"[ (](?:\.\./)?pictures/([\w.-]+\.(?:svg|png))", pages))
     assert shown == {path.name for path in PICTURES.iterdir() if path.suffix in {".svg", ".png"}}
+
+
+def test_what_the_terminal_shows_is_what_a_run_prints(script: Any) -> None:
+    """Numbers of the run depend on the machine; the line, the sample and the trial do not."""
+    terminal = script(PICTURES / "terminal.py")
+    shown = ("hidden = ", "Sample ", "This op is not finite", "Tried on")
+
+    def lines(text: str) -> list[str]:
+        stripped = (re.sub(r"\x1b\[[\d;]*m", "", line).strip() for line in text.splitlines())
+        return [line for line in stripped if line.startswith(shown)]
+
+    assert len(lines(terminal["RECORDED"].read_text())) == len(shown)
+    assert lines(terminal["record"]()) == lines(terminal["RECORDED"].read_text())
 
 
 def test_a_histogram_has_a_bar_for_each_exponent_that_is_shown(script: Any) -> None:

@@ -169,9 +169,7 @@ def _wrapped(text: str) -> str:
     indent = " " * len(_PREFIX)
     width = max(width_of(sys.stderr, _WIDTH), 3 * len(_PREFIX)) - len(_PREFIX)
     lines = [
-        textwrap.fill(
-            line, width, subsequent_indent=_indent_of(line), break_long_words=False, break_on_hyphens=False
-        )
+        textwrap.fill(line, width, subsequent_indent=_indent_of(line), break_long_words=False, break_on_hyphens=False)
         for line in text.splitlines()
     ]
     return textwrap.indent("\n".join(lines), indent).removeprefix(indent)
