@@ -46,9 +46,9 @@ def figures() -> str:
         f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
         f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
         f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. A step of fused AdamW "
-        f"takes {steps:.1f} times as long, a whole training step of a GPT {training:.2f} times. Losses are the same, bit "
-        "for bit, if gradients are summed in fp32 (over micro-batches and ranks, for which there are options), and no "
-        "code of the model reads a weight or its dtype (`narrowing_report` finds such code).",
+        f"takes {steps:.1f} times as long, a whole training step of a GPT {training:.2f} times. Losses are the same, "
+        "bit for bit, if gradients are summed in fp32 (over micro-batches and ranks, for which there are options), and "
+        "no code of the model reads a weight or its dtype (`narrowing_report` finds such code).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 

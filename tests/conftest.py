@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 import castwise
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", max_examples=400, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("long", max_examples=30_000, **_COMMON)
 settings.load_profile("ci")
 os.environ.pop("COLUMNS", None)  # which pytest-xdist sets, and tables in a pipe obey

@@ -38,11 +38,20 @@ SERVER.set_forkserver_preload(
 
 
 class Python:
-    """`python ARGUMENTS`, in one thread, to be used as a `subprocess.Popen` of which all that is printed is kept."""
+    """`python ARGUMENTS`, in one thread, to be used as a `subprocess.Popen` of which all that is printed is kept.
 
-    def __init__(self, arguments: Sequence[object], folder: Path | None = None, **environment: object) -> None:
+    Args:
+        arguments: A script or `-m` and a module, and its arguments.
+        folder: The folder to run in; None means the current one.
+        together: Whether to print what goes to stderr to stdout as well, in order; stderr is then the same text.
+        environment: Variables of the environment to set.
+    """
+
+    def __init__(
+        self, arguments: Sequence[object], folder: Path | None = None, *, together: bool = False, **environment: object
+    ) -> None:
         self._printed = tempfile.TemporaryDirectory()
-        self._files = [Path(self._printed.name, name) for name in ("stdout", "stderr")]
+        self._files = [Path(self._printed.name, name) for name in ("stdout", "stdout" if together else "stderr")]
         for file in self._files:
             file.touch()
         variables = os.environ | {name: str(value) for name, value in environment.items()}
