@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         custom_fwd,
         is_autocast_available,
     )
-    from castwise.comparison import compare
+    from castwise.comparison import compare, compare_log_probs
     from castwise.diagnosis import diagnose
     from castwise.distributed.fsdp import ShardedGradScaler
     from castwise.master_weights import MasterWeights
@@ -47,6 +47,7 @@ else:
             "WeightCache": "weights",
             "autocast": "amp",
             "compare": "comparison",
+            "compare_log_probs": "comparison",
             "custom_bwd": "amp",
             "custom_fwd": "amp",
             "diagnose": "diagnosis",
@@ -92,6 +93,7 @@ __all__ = [
     "amp",
     "autocast",
     "compare",
+    "compare_log_probs",
     "cpu",
     "cuda",
     "custom_bwd",

@@ -1,4 +1,4 @@
-"""How a precision changes the values of a model, module by module."""
+"""How a precision changes the values of a model, module by module; and recorded log-probabilities beside a model's."""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from castwise.comparison._errors import Errors
     from castwise.comparison._log_probs import LogProbDrift
     from castwise.comparison._precision_drift import compare
+    from castwise.comparison._recorded_log_probs import PrecisionShare, RecordedDrift, TokenDrift, compare_log_probs
+    from castwise.comparison._token_records import TokenRecord, from_sglang, from_transformers, from_vllm
 else:
     __getattr__, __dir__ = face(
         __name__,
@@ -18,8 +20,16 @@ else:
             "LogProbDrift": "_log_probs",
             "ModuleDrift": "_drift",
             "PolicyDrift": "_drift",
+            "PrecisionShare": "_recorded_log_probs",
+            "RecordedDrift": "_recorded_log_probs",
             "Summary": "_drift",
+            "TokenDrift": "_recorded_log_probs",
+            "TokenRecord": "_token_records",
             "compare": "_precision_drift",
+            "compare_log_probs": "_recorded_log_probs",
+            "from_sglang": "_token_records",
+            "from_transformers": "_token_records",
+            "from_vllm": "_token_records",
         },
     )
 
@@ -29,6 +39,14 @@ __all__ = [
     "LogProbDrift",
     "ModuleDrift",
     "PolicyDrift",
+    "PrecisionShare",
+    "RecordedDrift",
     "Summary",
+    "TokenDrift",
+    "TokenRecord",
     "compare",
+    "compare_log_probs",
+    "from_sglang",
+    "from_transformers",
+    "from_vllm",
 ]

@@ -100,7 +100,7 @@ def token_log_probs(outputs: Any, targets: Any) -> torch.Tensor | None:
         >>> token_log_probs(torch.tensor([[0.0, 0.0]]), torch.tensor([1])).exp()
         tensor([0.5000], dtype=torch.float64)
     """
-    logits = _logits(outputs)
+    logits = logits_of(outputs)
     if logits is None or not isinstance(targets, torch.Tensor) or targets.dtype is not torch.int64:
         return None
     if not logits.is_floating_point() or logits.ndim < 2 or logits.shape[:-1] != targets.shape:
@@ -117,7 +117,8 @@ def token_log_probs(outputs: Any, targets: Any) -> torch.Tensor | None:
     return torch.cat(log_probs) if log_probs else None
 
 
-def _logits(outputs: Any) -> torch.Tensor | None:
+def logits_of(outputs: Any) -> torch.Tensor | None:
+    """Return the logits in a model's outputs, see `token_log_probs`; None if there are none."""
     if isinstance(outputs, Mapping):
         outputs = outputs.get("logits")
     elif isinstance(outputs, (tuple, list)):

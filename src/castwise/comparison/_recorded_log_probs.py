@@ -1,0 +1,399 @@
+"""`compare_log_probs`: log-probabilities that an engine recorded, beside those of the model that is trained."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from torch import nn
+
+from castwise._number_text import percent, several
+from castwise._shown import Block, Shown, Table
+from castwise.comparison._drift import Drift
+from castwise.comparison._log_probs import LogProbDrift, LogProbSums, logits_of, token_log_probs
+from castwise.comparison._precision_drift import CLIP_BAND, compare, device_of, unwrapped
+from castwise.comparison._precisions import Precision, temporarily_bound
+from castwise.comparison._token_records import TokenRecord, read_records
+from castwise.policy._bound_policy import BoundPolicy
+from castwise.policy._policy import Policy
+
+_IGNORED = -100
+_FIRST_POSITIONS = 16  # tokens in the first group of positions; each group is twice as long as the one before
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class TokenDrift:
+    """The difference at all occurrences of one token.
+
+    Args:
+        token: The token id.
+        count: Number of occurrences.
+        mean_difference: Mean of `|log r|`, in nats.
+        largest_difference: Largest `|log r|`, in nats.
+    """
+
+    token: int
+    count: int
+    mean_difference: float
+    largest_difference: float
+
+
+@dataclass(frozen=True)
+class PrecisionShare:
+    """How much of the difference rounding explains.
+
+    Rounding errors of two implementations of one precision are different numbers of the same size. So sizes are
+    compared, as root mean squares over tokens, and not differences token by token: where precision and the engine's
+    other differences are independent, their squares add up.
+
+    Args:
+        recorded: Root mean square of `log r` between the record and the model, in nats.
+        precision: The same between the model under the engine's precision and the model.
+    """
+
+    recorded: float
+    precision: float
+
+    @property
+    def share(self) -> float:
+        """The share of the mean square that precision explains, from 0 to 1."""
+        return min(1.0, (self.precision / self.recorded) ** 2) if self.recorded else 1.0
+
+    @property
+    def left(self) -> float:
+        """The root mean square that is left for the engine, in nats."""
+        return math.sqrt(max(0.0, self.recorded**2 - self.precision**2))
+
+
+@dataclass(frozen=True, repr=False)
+class RecordedDrift(Shown):
+    """Recorded log-probabilities, compared with a model's; prints as tables.
+
+    With r = p_model / p_recorded of each recorded token.
+
+    Args:
+        summary: Figures over all recorded tokens.
+        sequences: Figures of each sequence by its index in the records, by mean difference, largest first.
+        positions: Figures by groups of positions, as (first, last) from 0 at the first recorded token of a sequence.
+        tokens: Figures by token id, by the sum of differences, largest first.
+        best_differs: Share of positions with recorded likeliest tokens where the model's likeliest token is another;
+            None if they were not recorded.
+        experts: Share of recorded tokens whose set of experts is another, by the router's name.
+        precision: How much rounding explains; None unless `engine` was given.
+        drift: The result of `compare` on the sequences with the largest differences, module by module; None unless
+            `engine` was given.
+    """
+
+    summary: LogProbDrift
+    sequences: Mapping[int, LogProbDrift]
+    positions: Mapping[tuple[int, int], LogProbDrift]
+    tokens: tuple[TokenDrift, ...]
+    best_differs: float | None = None
+    experts: Mapping[str, float] = field(default_factory=dict)
+    precision: PrecisionShare | None = None
+    drift: Drift | None = None
+
+    def __repr__(self) -> str:
+        return f"RecordedDrift({self.headline()})"
+
+    def headline(self) -> str:
+        """Return the figures of all tokens in one line."""
+        found, (low, high) = self.summary, self.summary.band
+        return (
+            f"{several(found.tokens, 'token')} of {several(len(self.sequences), 'sequence')}: mean |log ratio| "
+            f"{found.mean_difference:.3g}, largest {found.largest_difference:.3g}, KL {found.kl_k3:.3g} (k3), "
+            f"{found.kl_k1:.3g} (k1), {percent(found.outside_band)} outside {low:g} .. {high:g}"
+        )
+
+    def _blocks(self) -> Iterator[Block]:
+        yield self.headline()
+        if self.precision is not None:
+            yield (
+                f"precision explains {percent(self.precision.share)} of the mean square: "
+                f"{self.precision.precision:.3g} of {self.precision.recorded:.3g} nats; {self.precision.left:.3g} are "
+                "left for the engine"
+            )
+        yield Table(
+            [("positions", *_HEADER), *((f"{a} .. {b}", *_row(found)) for (a, b), found in self.positions.items())],
+            range(1, 20),
+        )
+        worst = list(self.sequences.items())[:_SHOWN]
+        yield Table(
+            [("sequence", *_HEADER), *((str(index), *_row(found)) for index, found in worst)], range(20), "by sequence"
+        )
+        rows = [
+            (str(each.token), f"{each.count:,}", f"{each.mean_difference:.3g}", f"{each.largest_difference:.3g}")
+            for each in self.tokens[:_SHOWN]
+        ]
+        yield Table([("token", "count", "mean |log ratio|", "largest"), *rows], range(4), "by token")
+        if self.best_differs is not None:
+            yield f"the likeliest token differs at {percent(self.best_differs)} of positions"
+        if self.experts:
+            rows_of_experts = [(name, percent(share)) for name, share in self.experts.items()]
+            yield Table([("router", "other experts"), *rows_of_experts], {1}, "tokens whose experts differ")
+        if self.drift is not None:
+            yield "the sequences with the largest differences, by module:"
+            yield from self.drift._blocks()
+
+
+_HEADER = ("tokens", "mean |log ratio|", "largest", "KL k3", "outside band")
+
+
+def _row(found: LogProbDrift) -> tuple[str, ...]:
+    figures = (f"{value:.3g}" for value in (found.mean_difference, found.largest_difference, found.kl_k3))
+    return (f"{found.tokens:,}", *figures, percent(found.outside_band))
+
+
+def compare_log_probs(
+    model: nn.Module,
+    records: Any,
+    *,
+    policy: Policy | BoundPolicy | None = None,
+    engine: Policy | BoundPolicy | None = None,
+    forward: Callable[[nn.Module, torch.Tensor], Any] | None = None,
+    clip_band: tuple[float, float] = CLIP_BAND,
+    worst: int = 4,
+) -> RecordedDrift:
+    """Compare log-probabilities that an inference engine recorded with those of a model.
+
+    The model runs once on each sequence, alone and without padding, in inference mode; weights and random states do not
+    change.
+
+    Args:
+        model: The model, in evaluation mode. It maps token ids of shape (1, tokens) to logits of shape (1, tokens,
+            classes), or to an object or mapping with `logits`, or to a tuple that begins with them.
+        records: A file of JSON lines, or a list of mappings or `TokenRecord` objects, with the fields of `TokenRecord`;
+            or a data frame with a row for each token and the columns `sequence`, `token` and `log_prob`.
+        policy: The precision of the trainer; None runs the model as it is, in the caller's autocast region.
+        engine: The precision of the engine, such as `castwise.policies.bf16`. With it, the model is also run in that
+            precision, and compared module by module on the sequences with the largest differences. `compare` then has
+            `policy`, or float32, as its reference.
+        forward: Computes the output from the model and token ids of shape (1, tokens), for models with other arguments.
+        clip_band: The smallest and largest ratio that a clipped objective does not clip.
+        worst: Number of sequences for the comparison by module.
+
+    Raises:
+        OSError: The file cannot be read.
+        TypeError: An argument has the wrong type, or the model returns no logits.
+        ValueError: A record is malformed, a token is not a class of the model, a router is not a module of the model or
+            returns other than scores of shape (..., experts), or the model is in training mode.
+
+    Example:
+        >>> import castwise
+        >>> model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)).eval()
+        >>> tokens = [3, 1, 4, 1, 5]
+        >>> recorded = model(torch.tensor([tokens])).log_softmax(-1)[0, :-1].gather(1, torch.tensor([tokens[1:]]).T)
+        >>> record = {"tokens": tokens, "log_probs": [None, *recorded.flatten().tolist()]}
+        >>> castwise.compare_log_probs(model, [record]).summary.tokens
+        4
+    """
+    model = unwrapped(model)
+    if model.training:
+        raise ValueError("the model is in training mode, in which dropout changes log-probabilities: call model.eval()")
+    read, call = read_records(records), forward or _called
+    device, sums = device_of(model), _Sums(clip_band)
+    with _routers(model, read) as chosen, ExitStack() as stack:
+        trained, inferred = (_region(stack, model, device, given) for given in (policy, engine))
+        for index, record in enumerate(read):
+            run = _Run(model, call, index, record, device)
+            with trained():
+                log_probs, best = run.log_probs()
+            sums.add(index, record, log_probs, best)
+            sums.add_experts(record, chosen)
+            if engine is not None:
+                with inferred():
+                    sums.add_precision(run.log_probs()[0] - log_probs)
+    found = sums.drift()
+    if engine is None:
+        return found
+    batches = [_batch(read[index], device) for index in list(found.sequences)[:worst]]
+    objective: dict[str, Any] = (
+        {"loss": _loss} if forward is None else {"forward": lambda *given: _loss_by(call, *given)}
+    )
+    drift = compare(
+        model,
+        batches,
+        {"engine": engine},
+        reference="float32" if policy is None else policy,
+        gradients=False,
+        clip_band=clip_band,
+        **objective,
+    )
+    return replace(found, precision=sums.precision(), drift=drift)
+
+
+class _Run(NamedTuple):
+    """The run of a model on one record."""
+
+    model: nn.Module
+    forward: Callable[[nn.Module, torch.Tensor], Any]
+    index: int
+    record: TokenRecord
+    device: str
+
+    @torch.inference_mode()
+    def log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of the recorded tokens in fp64, and the likeliest token for each position."""
+        (inputs, targets) = _batch(self.record, self.device)
+        outputs = self.forward(self.model, inputs)
+        log_probs, logits = token_log_probs(outputs, targets), logits_of(outputs)
+        if log_probs is None or logits is None:
+            classes = "" if logits is None else f", got logits of shape {tuple(logits.shape)}"
+            raise ValueError(
+                f"records[{self.index}]: the model must return logits of shape (1, {inputs.shape[1]}, classes) that "
+                f"have each token as a class (the largest is {max(self.record.tokens)}){classes}"
+            )
+        return log_probs.cpu(), logits[0].argmax(-1).cpu()
+
+
+class _Sums:
+    """Accumulates figures over sequences."""
+
+    def __init__(self, band: tuple[float, float]) -> None:
+        self._band = band
+        self._all = LogProbSums(band)
+        self._sequences: dict[int, LogProbDrift] = {}
+        self._positions: defaultdict[tuple[int, int], LogProbSums] = defaultdict(lambda: LogProbSums(band))
+        self._tokens: defaultdict[int, list[float]] = defaultdict(list)
+        self._best: Counter[bool] = Counter()
+        self._experts: defaultdict[str, Counter[bool]] = defaultdict(Counter)
+        self._squares = self._squares_of_precision = 0.0
+
+    def add(self, index: int, record: TokenRecord, log_probs: torch.Tensor, best: torch.Tensor) -> None:
+        """Add a sequence.
+
+        Args:
+            index: Its index.
+            record: Its record.
+            log_probs: The model's log-probabilities of the recorded tokens.
+            best: The model's likeliest token after each token but the last.
+        """
+        places = [place for place, value in enumerate(record.log_probs) if value is not None]
+        if not places:
+            return
+        recorded = torch.tensor([record.log_probs[place] for place in places], dtype=torch.float64)
+        own = LogProbSums(self._band)
+        for sums in (own, self._all):
+            sums.add(recorded, log_probs)
+        drift = own.drift()
+        assert drift is not None
+        self._sequences[index] = drift
+        offsets = torch.tensor([place - places[0] for place in places])
+        for first, last in _groups(int(offsets[-1])):
+            inside = (offsets >= first) & (offsets <= last)
+            self._positions[first, last].add(recorded[inside], log_probs[inside])
+        differences = log_probs - recorded
+        self._squares += float(differences.square().sum())
+        for place, difference in zip(places, differences.abs().tolist(), strict=True):
+            self._tokens[record.tokens[place]].append(difference)
+            if record.top and record.top[place]:
+                likeliest = max(record.top[place], key=record.top[place].__getitem__)
+                self._best[likeliest != int(best[place - 1])] += 1
+
+    def add_experts(self, record: TokenRecord, chosen: Mapping[str, torch.Tensor]) -> None:
+        """Add the experts of a sequence; `chosen` has the scores of each router, of shape (tokens, experts)."""
+        for name, experts in record.experts.items():
+            for scores, recorded in zip(chosen[name], experts, strict=False):  # the last token is no input
+                if recorded:
+                    same = set(scores.topk(len(recorded)).indices.tolist()) == set(recorded)
+                    self._experts[name][not same] += 1
+
+    def add_precision(self, differences: torch.Tensor) -> None:
+        """Add what the engine's precision changes in the log-probabilities of a sequence."""
+        self._squares_of_precision += float(differences.square().sum())
+
+    def precision(self) -> PrecisionShare:
+        """Return how much precision explains."""
+        tokens = sum(drift.tokens for drift in self._sequences.values())
+        return PrecisionShare(math.sqrt(self._squares / tokens), math.sqrt(self._squares_of_precision / tokens))
+
+    def drift(self) -> RecordedDrift:
+        """Return the figures."""
+        summary = self._all.drift()
+        assert summary is not None
+        positions = {group: drift for group, sums in sorted(self._positions.items()) if (drift := sums.drift())}
+        return RecordedDrift(
+            summary=summary,
+            sequences=dict(sorted(self._sequences.items(), key=lambda item: -item[1].mean_difference)),
+            positions=positions,
+            tokens=tuple(
+                TokenDrift(token, len(values), sum(values) / len(values), max(values))
+                for token, values in sorted(self._tokens.items(), key=lambda item: -sum(item[1]))
+            ),
+            best_differs=_share(self._best) if self._best else None,
+            experts={name: _share(counts) for name, counts in self._experts.items()},
+        )
+
+
+def _share(counts: Counter[bool]) -> float:
+    return counts[True] / counts.total()
+
+
+def _groups(last: int) -> Iterator[tuple[int, int]]:
+    """Yield groups of positions up to the last one, each twice as long as the one before."""
+    first, size = 0, _FIRST_POSITIONS
+    while first <= last:
+        yield first, first + size - 1
+        first, size = first + size, 2 * size
+
+
+def _batch(record: TokenRecord, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of a sequence, and its targets, which are ignored where nothing was recorded."""
+    pairs = zip(record.tokens, record.log_probs, strict=True)
+    targets = [_IGNORED if value is None else token for token, value in pairs]
+    tokens = torch.tensor([[*record.tokens[:-1]], targets[1:]], device=device)
+    return tokens[:1], tokens[1:]
+
+
+def _called(model: nn.Module, tokens: torch.Tensor) -> Any:
+    return model(tokens)
+
+
+def _loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    logits = logits_of(outputs)
+    assert logits is not None
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _loss_by(call: Callable[[nn.Module, torch.Tensor], Any], model: nn.Module, batch: Any) -> torch.Tensor:
+    return _loss(call(model, batch[0]), batch[1])
+
+
+def _region(
+    stack: ExitStack, model: nn.Module, device: str, policy: Policy | BoundPolicy | None
+) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that returns a policy's region for the model."""
+    if policy is None:
+        return nullcontext
+    bound = policy if isinstance(policy, BoundPolicy) else stack.enter_context(temporarily_bound(policy, model))
+    bound.check_is_bound()
+    return Precision(device, bound).region
+
+
+@contextmanager
+def _routers(model: nn.Module, records: Sequence[TokenRecord]) -> Iterator[dict[str, torch.Tensor]]:
+    """Keep the scores of the routers that records name, of shape (tokens, experts), from each forward in the block."""
+    modules, chosen = dict(model.named_modules()), dict[str, torch.Tensor]()
+
+    def keep(name: str, outputs: Any) -> None:
+        scores = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
+            raise ValueError(
+                f"the router {name!r} must return scores of shape (..., experts), got {type(scores).__name__}"
+            )
+        chosen[name] = scores.detach().flatten(0, -2).cpu()
+
+    with ExitStack() as stack:
+        for name in {name for record in records for name in record.experts}:
+            if name not in modules:
+                raise ValueError(f"records name a router {name!r}, which is no module of the model")
+            hook = modules[name].register_forward_hook(lambda module, args, outputs, name=name: keep(name, outputs))
+            stack.callback(hook.remove)
+        yield chosen

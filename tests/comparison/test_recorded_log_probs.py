@@ -1,0 +1,234 @@
+"""Recorded log-probabilities beside a model's: figures as computed by hand, forms of records, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import castwise
+from castwise.comparison import RecordedDrift, TokenRecord, compare_log_probs, from_sglang, from_transformers, from_vllm
+from castwise.comparison._token_records import read_records
+
+CLASSES = 16
+
+
+class Experts(nn.Module):
+    """A language model with a router, whose scores choose between two experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(CLASSES, 8)
+        self.router = nn.Linear(8, 4)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(tokens)
+        weight = self.router(hidden).topk(2).values.sum(-1, keepdim=True)
+        return {"logits": 8 * self.head(hidden * weight)}
+
+
+@pytest.fixture
+def model() -> Experts:
+    torch.manual_seed(0)
+    return Experts().eval()
+
+
+def log_probs(model: nn.Module, tokens: list[int], dtype: torch.dtype | None = None) -> list[float | None]:
+    row = torch.tensor([tokens])
+    with torch.inference_mode(), torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        found = model(row[:, :-1])["logits"].double().log_softmax(-1)
+    return [None, *found[0].gather(1, row[0, 1:, None]).flatten().tolist()]
+
+
+def moved(record: dict[str, Any], *differences: float) -> dict[str, Any]:
+    """Move the last log-probabilities of a record."""
+    values = record["log_probs"]
+    kept = len(values) - len(differences)
+    return record | {"log_probs": values[:kept] + [a + b for a, b in zip(values[kept:], differences, strict=True)]}
+
+
+def test_figures_are_those_computed_by_hand_by_sequence_position_and_token(model: Experts) -> None:
+    first = {"tokens": [3, 1, 4, 1, 5], "log_probs": log_probs(model, [3, 1, 4, 1, 5])}
+    long = list(range(16)) * 2
+    second = {"tokens": long, "log_probs": log_probs(model, long)}
+    second["log_probs"][1:8] = [None] * 7  # the prompt
+    found = compare_log_probs(model, [first, moved(second, 0.0, -0.5, 0.25)])
+    assert found.summary.tokens == 4 + 24
+    assert found.summary.mean_difference == pytest.approx(0.75 / 28)
+    assert found.summary.largest_difference == pytest.approx(0.5)
+    assert found.summary.kl_k1 == pytest.approx(-0.25 / 28), "the sampled ratio is model over record"
+    assert found.summary.outside_band == pytest.approx(2 / 28)
+    assert list(found.sequences) == [1, 0], "largest first"
+    assert [(group, drift.tokens) for group, drift in found.positions.items()] == [((0, 15), 20), ((16, 47), 8)]
+    assert found.positions[0, 15].largest_difference == pytest.approx(0.0, abs=1e-6)
+    worst = found.tokens[0]
+    assert (worst.token, worst.count, worst.largest_difference) == (14, 2, pytest.approx(0.5))
+    assert (found.precision, found.drift, found.best_differs, dict(found.experts)) == (None, None, None, {})
+
+
+def test_what_rounding_explains_and_what_is_left_for_the_engine(model: Experts) -> None:
+    sequences = torch.randint(CLASSES, (4, 12)).tolist()
+    of_bf16 = [{"tokens": row, "log_probs": log_probs(model, row, torch.bfloat16)} for row in sequences]
+    rounded = compare_log_probs(model, of_bf16, engine=castwise.policies.bf16, worst=2)
+    assert rounded.precision is not None
+    assert rounded.precision.share == pytest.approx(1.0)
+    assert rounded.precision.left == pytest.approx(0.0, abs=1e-6)
+    assert rounded.drift is not None
+    assert rounded.drift.batches == 2
+    drift = rounded.drift["engine"].summary.log_probs
+    assert drift is not None
+    assert drift.mean_difference > 0
+    other = compare_log_probs(model, [moved(record, *[0.3] * 11) for record in of_bf16], engine=castwise.policies.bf16)
+    assert other.precision is not None
+    assert other.precision.share < 0.2
+    assert other.precision.left == pytest.approx(0.3, rel=0.2)
+    assert "left for the engine" in str(other)
+    assert "<table" in other._repr_html_()
+
+
+def test_the_trainers_own_precision_is_that_of_the_policy_or_of_the_callers_region(model: Experts) -> None:
+    row = torch.randint(CLASSES, (12,)).tolist()
+    record = {"tokens": row, "log_probs": log_probs(model, row, torch.bfloat16)}
+    assert compare_log_probs(model, [record]).summary.largest_difference > 0
+    assert compare_log_probs(model, [record], policy=castwise.policies.bf16).summary.largest_difference == 0
+    with castwise.autocast("cpu", dtype=torch.bfloat16):
+        assert compare_log_probs(model, [record]).summary.largest_difference == 0
+
+
+def test_other_likeliest_tokens_and_other_experts_are_counted(model: Experts) -> None:
+    row = torch.randint(CLASSES, (9,)).tolist()
+    with torch.inference_mode():
+        best = model(torch.tensor([row]))["logits"][0].argmax(-1).tolist()
+        chosen = model.router(model.embed(torch.tensor(row))).topk(2).indices.tolist()
+    top: list[dict[int, float]] = [{}, *({best[place]: -0.1, (best[place] + 1) % CLASSES: -3.0} for place in range(8))]
+    top[3] = {(best[2] + 1) % CLASSES: -0.1}
+    chosen[5] = [expert for expert in range(4) if expert not in chosen[5]]
+    chosen[0] = []
+    record = TokenRecord(row, log_probs(model, row), top, {"router": [choice[::-1] for choice in chosen]})
+    found = compare_log_probs(model, [record])
+    assert found.best_differs == pytest.approx(1 / 8)
+    assert found.experts == {"router": pytest.approx(1 / 7)}, "the last token is no input"
+    assert "other experts" in str(found)
+    assert not model.router._forward_hooks
+
+
+def test_files_frames_and_lists_are_the_same(model: Experts, tmp_path: Path) -> None:
+    rows = torch.randint(CLASSES, (3, 6)).tolist()
+    records = [{"tokens": row, "log_probs": log_probs(model, row)} for row in rows]
+    file = tmp_path / "rollout.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    assert read_records(file) == read_records(records) == read_records(map(TokenRecord, rows, read_log_probs(records)))
+    pandas = pytest.importorskip("pandas")
+    flat = [
+        {"sequence": f"request-{number}", "token": token, "log_prob": value}
+        for number, record in enumerate(records)
+        for token, value in zip(record["tokens"], record["log_probs"], strict=True)
+    ]
+    assert read_records(pandas.DataFrame(flat)) == read_records(records)
+
+
+def read_log_probs(records: list[dict[str, Any]]) -> list[list[float | None]]:
+    return [record["log_probs"] for record in records]
+
+
+def test_outputs_of_vllm_objects_and_json() -> None:
+    """The documented form: `LLM.generate`'s RequestOutput, whose log-probabilities are objects by token id."""
+
+    def at(**values: float) -> dict[int, Any]:
+        return {
+            int(name[1:]): SimpleNamespace(logprob=value, rank=1, decoded_token="x") for name, value in values.items()
+        }
+
+    completion = SimpleNamespace(token_ids=[7, 9], logprobs=[at(_7=-0.5, _2=-1.5), at(_9=-2.0, _4=-0.25)])
+    output = SimpleNamespace(
+        prompt_token_ids=[1, 2, 3], prompt_logprobs=[None, at(_2=-1.0), at(_3=-3.0)], outputs=[completion]
+    )
+    (record,) = from_vllm([output])
+    assert record.tokens == [1, 2, 3, 7, 9]
+    assert record.log_probs == [None, -1.0, -3.0, -0.5, -2.0]
+    assert record.top[4] == {9: -2.0, 4: -0.25}
+    as_json = {
+        "prompt_token_ids": [1, 2, 3],
+        "outputs": [{"token_ids": [7], "logprobs": [{"7": {"logprob": -0.5, "rank": 1}}]}],
+    }
+    assert from_vllm([as_json])[0].log_probs == [None, None, None, -0.5]
+    with pytest.raises(ValueError, match=r"SamplingParams\(logprobs=0\)"):
+        from_vllm([as_json | {"outputs": [{"token_ids": [7], "logprobs": None}]}])
+
+
+def test_responses_of_sglang() -> None:
+    response = {"text": "a b", "meta_info": {"output_token_logprobs": [[-0.5, 7, None], [-2.0, 9, "b"]]}}
+    (record,) = from_sglang([response], [[1, 2]])
+    assert (record.tokens, record.log_probs) == ([1, 2, 7, 9], [None, None, -0.5, -2.0])
+    with pytest.raises(ValueError, match="return_logprob=True"):
+        from_sglang([{"text": "a b", "meta_info": {}}], [[1]])
+
+
+def test_outputs_of_transformers(model: Experts) -> None:
+    prompt = torch.randint(CLASSES, (2, 3))
+    sequences, logits = prompt, []
+    with torch.inference_mode():
+        for _ in range(4):
+            logits.append(model(sequences)["logits"][:, -1])
+            sequences = torch.cat([sequences, logits[-1].argmax(-1, keepdim=True)], 1)
+    output = SimpleNamespace(sequences=sequences, logits=tuple(logits))
+    records = from_transformers(output, prompt_length=3)
+    found = compare_log_probs(model, records)
+    assert found.summary.tokens == 8
+    assert found.summary.largest_difference < 1e-5
+    with pytest.raises(ValueError, match="5 tokens after a prompt of 2, but there are 4 logits"):
+        from_transformers(output, prompt_length=2)
+    with pytest.raises(ValueError, match="output_logits=True"):
+        from_transformers(SimpleNamespace(sequences=sequences, logits=None), 3)
+
+
+RECORD = {"tokens": [1, 2], "log_probs": [None, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (
+            [{"tokens": [1, 2]}],
+            r"records\[0\] must be a mapping with \"tokens\" and \"log_probs\".*the keys \['tokens'\]",
+        ),
+        ([RECORD, 3], r"records\[1\] must be a mapping.*got int"),
+        ([RECORD | {"log_probs": [None]}], r"records\[0\]: log_probs must have an entry for each of 2 tokens, got 1"),
+        ([RECORD | {"log_probs": [-1.0, -1.0]}], "the first token has no tokens before it"),
+        ([RECORD | {"log_probs": [None, None]}], "at least one log-probability"),
+        ([RECORD | {"tokens": [1.5, 2]}], "integer ids"),
+        ([RECORD | {"log_probs": [None, "a"]}], "list of numbers"),
+        ([RECORD | {"tokens": [1, 99]}], r"records\[0\]: the model must return logits .*the largest is 99"),
+        ([RECORD | {"experts": {"gate": [[0], [1]]}}], "a router 'gate', which is no module"),
+        (3, "records must be a file of JSON lines"),
+    ],
+)
+def test_what_is_no_record_is_refused(model: Experts, records: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare_log_probs(model, records)
+
+
+def test_models_in_training_and_lines_that_are_no_json_are_refused(model: Experts, tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"tokens"\n')
+    with pytest.raises(ValueError, match=r"x\.jsonl:1 is not JSON"):
+        compare_log_probs(model, tmp_path / "x.jsonl")
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        compare_log_probs(model.train(), [RECORD])
+
+
+def test_nothing_of_the_model_changes(model: Experts) -> None:
+    before, random = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    row = torch.randint(CLASSES, (6,), generator=torch.Generator().manual_seed(0)).tolist()
+    record = {"tokens": row, "log_probs": log_probs(model, row)}
+    found: RecordedDrift = compare_log_probs(model, [record], engine=castwise.policies.bf16)
+    assert math.isfinite(found.summary.kl_k3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(param.grad is None for param in model.parameters())
