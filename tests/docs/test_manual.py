@@ -103,7 +103,7 @@ def test_each_keyword_leads_to_its_place(built: Path, pages: dict[Path, Page]) -
 
 def test_the_start_page_has_measured_figures_on_its_first_screen(built: Path) -> None:
     page = (built / "index.html").read_text()
-    for line in ("less time with", "bf16 inference", "planted infs and NaNs", "bytes per parameter instead of"):
+    for line in ("less time with", "bf16 inference", "planted infs and NaNs", "bytes per parameter: weight"):
         assert line in page.partition("<h2>")[0]
 
 
