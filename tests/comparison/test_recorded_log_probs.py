@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,7 +126,6 @@ def test_files_frames_and_lists_are_the_same(model: Experts, tmp_path: Path) -> 
     file = tmp_path / "rollout.jsonl"
     file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     assert read_records(file) == read_records(records) == read_records(map(TokenRecord, rows, read_log_probs(records)))
-    pandas = pytest.importorskip("pandas")
     flat = [
         {"sequence": f"request-{number}", "token": token, "log_prob": value}
         for number, record in enumerate(records)

@@ -41,7 +41,7 @@ class Board:
         return cls(world.get_group_store(), dist.get_rank(), subject)
 
     def write(self, key: str, text: str) -> None:
-        """Write a text for all ranks, in place of an earlier one."""
+        """Write a text for all ranks, instead of an earlier one."""
         self._store.set(key, text)
 
     def read(self, key: str) -> str:

@@ -234,7 +234,7 @@ class _Run(NamedTuple):
 
     model: nn.Module
     forward: Callable[[nn.Module, torch.Tensor], Any]
-    index: int
+    number: int
     record: TokenRecord
     device: str
 
@@ -247,7 +247,7 @@ class _Run(NamedTuple):
         if log_probs is None or logits is None:
             classes = "" if logits is None else f", got logits of shape {tuple(logits.shape)}"
             raise ValueError(
-                f"records[{self.index}]: the model must return logits of shape (1, {inputs.shape[1]}, classes) that "
+                f"records[{self.number}]: the model must return logits of shape (1, {inputs.shape[1]}, classes) that "
                 f"have each token as a class (the largest is {max(self.record.tokens)}){classes}"
             )
         return log_probs.cpu(), logits[0].argmax(-1).cpu()
