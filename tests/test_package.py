@@ -184,6 +184,7 @@ def test_the_face() -> None:
         "amp",
         "autocast",
         "compare",
+        "compare_log_probs",
         "cpu",
         "cuda",
         "custom_bwd",
