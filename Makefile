@@ -8,13 +8,17 @@ export GOMP_SPINCOUNT ?= 10000
 # Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test accelerator gpu lint docs bench foreign coverage newest oldest versions pythons clean
+.PHONY: demo test tests accelerator gpu lint docs bench foreign coverage newest oldest versions pythons clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
 
+# Two at a time, because lint and the accelerator's tests keep one core busy each.
+test: .venv/.ready
+	$(MAKE) --jobs 2 accelerator lint tests
+
 # One thread per process, because most tests are too small for more. tests/conftest.py sets the number of processes.
-test: .venv/.ready lint accelerator
+tests: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 # In a process of its own, because the simulated accelerator is the one device that torch lets extensions add. Builds it
