@@ -79,6 +79,7 @@ bench: .venv/.ready
 # with AGAIN=1 it replaces these rows in the result file.
 foreign: .venv-foreign/.ready
 	.venv-foreign/bin/python benchmarks/foreign/compare.py --only "$(ONLY)" $(if $(AGAIN),--again)
+	.venv-foreign/bin/python examples/ray_train.py
 
 FOREIGN := benchmarks/foreign
 .venv-foreign/.ready: pyproject.toml $(FOREIGN)/requirements.txt $(FOREIGN)/constraints.txt
