@@ -106,7 +106,7 @@ def test_counts_below_a_thousand_are_exact(tmp_path: Path) -> None:
 
 
 def test_a_step_is_written_without_what_is_usual() -> None:
-    usual = {"cause": None, "rank": None, "parameters": [], "grad_norm": None, "seconds": None}
+    usual = {"cause": None, "rank": None, "parameters": [], "grad_norm": None, "seconds": None, "lr": None}
     step = {"kind": "step", "step": 3, "scale": 2.0**24, "skipped": False, "loss": 0.0, **usual}
     record = StepRecord.from_json(step)
     assert record.to_json() == step

@@ -77,6 +77,9 @@ def run(
             autocompletion=completing(*INVARIANTS),
         ),
     ] = None,
+    spikes: Annotated[
+        bool, typer.Option("--spikes", help="Keep a copy of the weights, which tells what made the loss rise suddenly.")
+    ] = False,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -114,7 +117,7 @@ def run(
     from castwise._cli.script import Ending, Script, Watching
 
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions)
+    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions, spikes)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import castwise
 import castwise._installation
@@ -51,6 +51,7 @@ class Watching(NamedTuple):
         diagnoses: Largest number of diagnosed steps per model and cause.
         guard: Whether to skip steps with an inf or NaN, also without a scaler.
         exemptions: Patterns of parameters that are exempt from invariants.
+        spikes: Whether to keep what tells more of the cause of a spike.
     """
 
     out: Path
@@ -58,6 +59,7 @@ class Watching(NamedTuple):
     diagnoses: float
     guard: bool
     exemptions: Mapping[str, Sequence[str]]
+    spikes: bool = False
 
 
 class Script:
@@ -77,7 +79,12 @@ class Script:
     ) -> None:
         """Run the script and re-raise its exceptions; the report is written when the process exits."""
         out, settings = watching.out, Settings(policy, schedule, weight_cache)
-        account = Account(out, watching.every, watching.diagnoses, skips=watching.guard, invariants=watching.exemptions)
+        checked: dict[str, Any] = {
+            "skips": watching.guard,
+            "invariants": watching.exemptions,
+            "spikes": watching.spikes,
+        }
+        account = Account(out, watching.every, watching.diagnoses, **checked)
         account.report_failure = _print_failure
         try:
             castwise._installation.begin(account, settings)

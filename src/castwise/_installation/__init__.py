@@ -36,6 +36,7 @@ def install(
     on_nonfinite: Literal["diagnose"] | None = None,
     guard: bool = False,
     invariants: bool | Mapping[str, Sequence[str]] = True,
+    spikes: bool = False,
 ) -> None:
     """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
@@ -64,12 +65,13 @@ def install(
             On an accelerator each step then waits for the device.
         invariants: Check in recorded runs what holds in every correct one; see `Monitor`. A mapping from invariants to
             patterns of parameter names exempts these.
+        spikes: Keep in recorded runs what tells more of the cause of a sudden rise of the loss; see `Monitor`.
 
     Raises:
         RuntimeError: castwise is already installed.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is not an integer >= 1, `on_nonfinite` is invalid, `on_nonfinite` or `guard` is set without
-            `out`, or there is no invariant of a name.
+        ValueError: `every` is not an integer >= 1, `on_nonfinite` is invalid, `on_nonfinite`, `guard` or `spikes` is
+            set without `out`, or there is no invariant of a name.
 
     Warns:
         RuntimeWarning: At the first step, if `out` cannot be written.
@@ -91,7 +93,9 @@ def install(
     if guard and out is None:
         raise ValueError("guard=True requires a folder for its records: pass out=... too")
     diagnoses = math.inf if on_nonfinite else 0
-    account = Account(out, every, diagnoses, skips=guard, invariants=invariants)
+    if spikes and out is None:
+        raise ValueError("spikes=True requires a folder for its records: pass out=... too")
+    account = Account(out, every, diagnoses, skips=guard, invariants=invariants, spikes=spikes)
     begin(account, Settings(policy, schedule, weight_cache))
 
 
@@ -161,6 +165,7 @@ def installed(
     on_nonfinite: Literal["diagnose"] | None = None,
     guard: bool = False,
     invariants: bool | Mapping[str, Sequence[str]] = True,
+    spikes: bool = False,
 ) -> Iterator[None]:
     """Call `install` at the start of a block and `uninstall` at its end, even after an error.
 
@@ -173,6 +178,7 @@ def installed(
         on_nonfinite: See `install`.
         guard: See `install`.
         invariants: See `install`.
+        spikes: See `install`.
 
     Example:
         >>> import castwise, torch
@@ -190,6 +196,7 @@ def installed(
         on_nonfinite=on_nonfinite,
         guard=guard,
         invariants=invariants,
+        spikes=spikes,
     )
     try:
         yield

@@ -68,6 +68,7 @@ class Account(Observer):
         diagnoses: Largest number of diagnosed steps with an inf or NaN per model and cause.
         skips: Whether to skip such steps where there is no scaler.
         invariants: Whether monitors check invariants, or what is exempt from them; see `Monitor`.
+        spikes: Whether monitors look for spikes of the loss; see `Monitor`.
 
     Raises:
         TypeError, ValueError: `every` is not an integer >= 1, or `invariants` is not what `Monitor` accepts.
@@ -81,10 +82,11 @@ class Account(Observer):
         *,
         skips: bool = False,
         invariants: bool | Mapping[str, Sequence[str]] = True,
+        spikes: bool = False,
     ) -> None:
         check_every(every)
         Exemptions(invariants)
-        self._invariants = invariants
+        self._invariants, self._spikes = invariants, spikes
         self._diagnoses, self._skips = diagnoses, skips
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
@@ -275,7 +277,8 @@ class Account(Observer):
         if sink is None:
             WATCH.model_found(model)
             return
-        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink], invariants=self._invariants)
+        watched: dict[str, Any] = {"invariants": self._invariants, "spikes": self._spikes}
+        monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink], **watched)
         recording = self._recording_of(model)
         self._has_checked |= scaler is None
         monitor.check(scaler, recording, self._diagnoses, skips=self._skips)
@@ -339,7 +342,7 @@ class _LocalMonitor(Monitor):
                 for a later NaN.
             skips: Whether to skip them if there is no scaler.
         """
-        self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips), skips
+        self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
         self._most_diagnoses, self._faults = most, Counter[Cause | None]()
         if not most or is_split_over_ranks(self._model):  # a replay that stops on one rank would block the others
             if recording is not None:

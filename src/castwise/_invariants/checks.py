@@ -14,13 +14,16 @@ from torch import nn
 from castwise._guard import Guard
 from castwise._invariants.equal_ranks import EqualRanks
 from castwise._invariants.invariant import Broken, Exemptions, named
+from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
 from castwise._invariants.saved_dtypes import SavedDtypes
 from castwise._invariants.train_mode import TrainMode
 from castwise._invariants.trained_weights import TrainedWeights
+from castwise._invariants.written_weights import WrittenWeights, report_of
 
 FIRST, EVERY = (10, 20), 50
 """Steps that are checked: these, and each multiple."""
+_CHECKS = "weights", "optimizer states", "modes", "dtypes of files", "ranks", "writes to weights", "losses"
 _DRAWS = 12  # the first steps of which random states are compared, and the first three of each EVERY after
 
 
@@ -40,6 +43,8 @@ class Checks:
         optimizers: Its optimizers.
         exemptions: What is not checked.
         report: Called with what is broken, as soon as it is known.
+        number: Returns the number of the next step in the record.
+        spikes: Whether to keep what tells more of the causes of spikes: a copy of the weights, and gradients' elements.
     """
 
     def __init__(
@@ -49,16 +54,23 @@ class Checks:
         optimizers: list[torch.optim.Optimizer],
         exemptions: Exemptions,
         report: Callable[[Broken], object],
+        number: Callable[[], int],
+        *,
+        spikes: bool = False,
     ) -> None:
         self._optimizers, self._exemptions, self._report = optimizers, exemptions, report
         self._weights = TrainedWeights(model, parameters, optimizers)
         self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
         self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
+        self._written = WrittenWeights(parameters, exemptions, number, copies=spikes)
+        self._losses = LossSpikes(exemptions, looks_at_gradients=spikes)
+        self._number, self._copies = number, spikes
+        self._ids = lambda: {id(param): name for name, param in parameters().items()}
         self._steps: dict[torch.optim.Optimizer, int] = {}
         self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
         self._guards = [
             Guard(f"castwise does not check {what} any more, because the check failed", is_final=True)
-            for what in ("weights", "optimizer states", "modes", "dtypes of files", "ranks")
+            for what in _CHECKS
         ]
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,7 +78,8 @@ class Checks:
         if _is_inside_a_step(optimizer):
             return
         step = self._steps.get(optimizer, 0) + 1
-        of_weights, of_state, of_mode, of_files, of_ranks = self._guards
+        of_weights, of_state, of_mode, of_files, of_ranks, *_ = self._guards
+        self._look_for_spikes(optimizer)
         of_weights.call(self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
             of_weights.call(self._tell, lambda: self._weights.check_gradients(optimizer, step))
@@ -88,9 +101,25 @@ class Checks:
             return
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
         self._guards[0].call(self._weights.note_step, optimizer)
+        self._guards[5].call(self._written.after_step, optimizer)
         self._guards[0].call(self._tell, lambda: self._weights.results(step))
         if optimizer is self._optimizers[0]:
             self._guards[4].call(self._tell, lambda: self._ranks.after_step(step))
+
+    def step_known(self, optimizer: torch.optim.Optimizer, step: int, loss: float | None, norm: float | None) -> None:
+        """Look at the loss and the gradient norm of a step, which may be known later."""
+        self._guards[6].call(self._tell, lambda: self._losses.of_norm(optimizer, step, norm))
+        spikes = self._losses.step_known
+        self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(optimizer, step, loss, norm)))
+
+    def _look_for_spikes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look for what may be the cause of a spike, before a step."""
+        *_, of_writes, of_losses = self._guards
+        written = of_writes.call(self._written.before_step, optimizer)
+        if written:
+            self._losses.note_written(written)
+            of_writes.call(self._tell, lambda: report_of(written, copies=self._copies))
+        of_losses.call(self._tell, lambda: self._losses.before_step(optimizer, self._number(), self._ids))
 
     def forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at a forward of the model that begins."""
@@ -105,6 +134,8 @@ class Checks:
     def stop(self) -> None:
         """Report what is known, and drop all copies."""
         self._guards[4].call(self._tell, self._ranks.end)
+        self._guards[6].call(self._tell, lambda: (spike.report() for spike in self._losses.end()))
+        self._written.stop()
         self._weights.clear()
 
     def _tell(self, check: Callable[[], Iterable[Broken]]) -> None:

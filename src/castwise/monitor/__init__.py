@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from castwise._faces import face
 
 if TYPE_CHECKING:
+    from castwise.monitor._expected_writes import expected_writes
     from castwise.monitor._formats import BF16, E4M3, E5M2, FP16, FP32, Format
     from castwise.monitor._monitor import Monitor
     from castwise.monitor._recorded_run import Run
@@ -60,6 +61,7 @@ else:
             "StepRecord": "_records",
             "TensorBoard": "_sinks",
             "Update": "_records",
+            "expected_writes": "_expected_writes",
         },
     )
 
@@ -93,4 +95,5 @@ __all__ = [
     "StepRecord",
     "TensorBoard",
     "Update",
+    "expected_writes",
 ]

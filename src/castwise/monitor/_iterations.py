@@ -30,6 +30,7 @@ class Iteration:
         batches: The recorded batches that these gradients come from; optimizers that share a backward share the object.
         facts: The facts received about their steps.
         left_out: The optimizers that did not step after all.
+        rates: Learning rates, if they are recorded; None for unknown ones.
         is_combined: Whether ranks combine their samples of it, including those that have none.
     """
 
@@ -40,6 +41,7 @@ class Iteration:
     batches: dict[torch.optim.Optimizer, MicroBatches] = field(default_factory=dict)
     facts: dict[torch.optim.Optimizer, StepFacts] = field(default_factory=dict)
     left_out: set[torch.optim.Optimizer] = field(default_factory=set)
+    rates: dict[torch.optim.Optimizer, float | None] = field(default_factory=dict)
     is_combined: bool = False
 
     def note_batches(self, optimizer: torch.optim.Optimizer, recorded: MicroBatches) -> None:

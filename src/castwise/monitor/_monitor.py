@@ -17,6 +17,7 @@ from typing_extensions import Self
 from castwise._guard import Guard, guarded
 from castwise._invariants.checks import Checks
 from castwise._invariants.invariant import Broken, Exemptions
+from castwise._invariants.loss_spikes import rate_of
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_compiled, wraps_compiled
@@ -117,6 +118,9 @@ class Monitor:
             optimizer and changes. What is broken is recorded and reported once, as a RuntimeWarning. A mapping from
             invariants to patterns of parameter names (`fnmatch`) exempts these: `{"never-updated": ["experts.*"]}`.
             The manual's page on invariants lists them.
+        spikes: Whether to look for what makes the loss rise suddenly; checks invariants too. Losses are read, as with
+            `on_nonfinite`. On a CPU, a copy of the weights is kept, which tells the element and the bit that something
+            else than the optimizer has written, and the gradient of each step is searched for single large elements.
 
     Raises:
         FileExistsError: A sink's file exists and is not a record.
@@ -147,9 +151,11 @@ class Monitor:
         sinks: Sequence[Sink | str | os.PathLike[str]] = (),
         on_nonfinite: Literal["diagnose"] | None = None,
         invariants: bool | Mapping[str, Sequence[str]] = False,
+        spikes: bool = False,
     ) -> None:
         _check(every, on_nonfinite)
-        self._exemptions = Exemptions(invariants) if invariants is not False else None
+        self._exemptions = Exemptions(invariants) if invariants is not False or spikes else None
+        self._spikes = spikes
         self._model, self._scaler, self._every = model, scaler, every
         self._optimizers = _unwrapped(optimizer)
         self._steps = steps_of(scaler, self._optimizers)
@@ -157,7 +163,7 @@ class Monitor:
         self._activations = Activations(model)
         self._quantized = QuantizedLayers(model)
         self._recording = _recording_of(model, self._steps) if on_nonfinite else None
-        self._is_checked = on_nonfinite is not None and not self._steps.is_scaled
+        self._is_checked = (on_nonfinite is not None or spikes) and not self._steps.is_scaled
         self._skips_faults = False
         self._guard = Guard()
         self._model_hooks = ModuleHooks(self._guard)
@@ -260,7 +266,12 @@ class Monitor:
         if self._exemptions is None:
             return None
         parameters = partial(names.parameters, self._model)
-        return Checks(self._model, parameters, self._optimizers, self._exemptions, self._on_broken)
+
+        def number() -> int:
+            return self._numbers.next
+
+        given = self._model, parameters, self._optimizers, self._exemptions
+        return Checks(*given, self._on_broken, number, spikes=self._spikes)
 
     def _put_on_model(self) -> None:
         """Hook the model's forward for the checks, if it can have hooks."""
@@ -330,6 +341,7 @@ class Monitor:
         if self._checks is not None:
             self._model_hooks.put_back()
             self._checks.before_step(optimizer)
+            iteration.rates[optimizer] = rate_of(optimizer)
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
         if iteration.sample is not None:
@@ -427,8 +439,11 @@ class Monitor:
                 grad_norm=facts.grad_norm,
                 loss=facts.loss,
                 seconds=iteration.seconds if iteration else None,
+                lr=iteration.rates.get(facts.optimizer) if iteration and facts.optimizer else None,
             )
         )
+        if self._checks is not None and facts.optimizer is not None:
+            self._checks.step_known(facts.optimizer, facts.number, facts.loss, facts.grad_norm)
         for record in skip.diagnoses if skip else ():
             self._write(record)
 

@@ -249,11 +249,12 @@ class StepRecord(Record):
     grad_norm: float | None = None
     loss: float | None = None
     seconds: float | None = None
+    lr: float | None = None
 
     def in_file(self) -> dict[str, Any]:
         """Return the JSON object for a file, with rounded numbers."""
         norm, loss, seconds = _rounded(self.grad_norm, 7), _rounded(self.loss, 7), _rounded(self.seconds)
-        short = Record.in_file(replace(self, grad_norm=norm, loss=loss, seconds=seconds))
+        short = Record.in_file(replace(self, grad_norm=norm, loss=loss, seconds=seconds, lr=_rounded(self.lr, 7)))
         return {name: value for name, value in short.items() if value != []}
 
     @property

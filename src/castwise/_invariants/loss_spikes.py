@@ -1,0 +1,250 @@
+"""`loss-spike` and `learning-rate-jump`: losses that leave their usual range, and what happened before."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from castwise._invariants.invariant import Broken, Exemptions
+from castwise._invariants.written_weights import Written
+from castwise.amp._gradients import params_of
+
+WINDOW, WARM, QUIET = 64, 40, 24
+"""Steps that a loss is compared with, steps before the first verdict, and steps after a spike before the next."""
+LOSS_SIGMAS, NORM_SIGMAS = 6.0, 10.0
+_FLOORS = 0.02, 0.1  # of a sigma: of log loss, of log gradient norm
+_IS_BACK = 2.5  # sigmas, one step after a bad batch
+_LOOK_BACK = 16  # steps before a spike in which its cause is looked for
+_RATES, _JUMP = 32, 1.5
+_SHARE = 0.9
+_FEWEST = 100  # elements of a gradient of which one may have the whole norm
+_CPU = torch.device("cpu")
+_SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
+
+
+def sigmas_above(value: float, usual: Sequence[float], floor: float) -> float:
+    """Return how far a value is above the median of some, in robust standard deviations of at least `floor`."""
+    middle = median(usual)
+    return (value - middle) / max(_SIGMA * median(abs(each - middle) for each in usual), floor)
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A loss that has left its usual range.
+
+    Args:
+        step: The number of the step.
+        loss: Its loss.
+        usual: The median of the losses before.
+        sigmas: How far it is above, in robust standard deviations of the logarithm.
+        cause: "written weights", "flipped bit", "learning rate", "gradient element", "batch" or "unknown".
+        evidence: A sentence about the cause.
+        parameters: The parameters concerned.
+    """
+
+    step: int
+    loss: float
+    usual: float
+    sigmas: float
+    cause: str
+    evidence: str
+    parameters: tuple[str, ...] = ()
+
+    def report(self) -> Broken:
+        """Return what is reported."""
+        text = (
+            f"the loss rose to {self.loss:.4g} at step {self.step:,}, {self.sigmas:.0f} sigmas above the "
+            f"{self.usual:.4g} of the steps before. Cause: {self.cause}. {self.evidence}"
+        )
+        return Broken("loss-spike", text, _LOOK[self.cause], parameters=self.parameters)
+
+
+_LOOK = {
+    "written weights": "Look for the code that writes it.",
+    "flipped bit": "Go back to the checkpoint before; if it comes back, test the memory of this machine.",
+    "learning rate": "Look at the schedule and at what sets the rate.",
+    "gradient element": "Look at the backward of that parameter, and at the memory of this machine.",
+    "batch": "Look at that batch.",
+    "unknown": "Look at what the report has around that step.",
+}
+
+
+@dataclass
+class _Losses:
+    """The losses of an optimizer's steps.
+
+    Args:
+        usual: Logarithms of the losses of the last steps that were no spikes.
+        norms: The same of gradient norms.
+        quiet: Steps until another spike is one of its own.
+        flagged: Steps in a row that were spikes.
+        pending: A spike of the step before of which the cause is not yet known, and the window of that time.
+    """
+
+    usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    quiet: int = 0
+    flagged: int = 0
+    pending: Spike | None = None
+
+
+class LossSpikes:
+    """Finds spikes of the loss, and their causes among what was seen in the steps before.
+
+    Args:
+        exemptions: What is not reported.
+        looks_at_gradients: Whether to look for gradients of which one element has the whole norm. On a CPU.
+    """
+
+    def __init__(self, exemptions: Exemptions, *, looks_at_gradients: bool) -> None:
+        self._is_exempt = exemptions.has("loss-spike")
+        self._looks_at_gradients = looks_at_gradients
+        self._losses: dict[torch.optim.Optimizer, _Losses] = {}
+        self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
+        self._events: deque[tuple[int, str, str, tuple[str, ...]]] = deque(maxlen=WINDOW)
+
+    def note_written(self, written: Sequence[Written]) -> None:
+        """Note weights that were written outside the optimizer."""
+        for each in written:
+            cause = "written weights" if each.flipped is None else "flipped bit"
+            self._events.append((each.step, cause, f"{str(each)[0].upper()}{str(each)[1:]}.", (each.name,)))
+
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> Iterator[Broken]:
+        """Look at the learning rate and the gradients of a step.
+
+        Args:
+            optimizer: The optimizer.
+            step: The number of the step.
+            names: Returns the names of parameters by their ids.
+        """
+        if self._looks_at_gradients:
+            self._note_elements(optimizer, step, names)
+        rate = rate_of(optimizer)
+        rates = self._rates.setdefault(optimizer, deque(maxlen=_RATES))
+        if rate is not None and len(rates) == _RATES and rate > _JUMP * max(rates):
+            before = rates[-1]
+            text = f"the learning rate rose from {before:.4g} to {rate:.4g} at step {step:,}"
+            self._events.append((step, "learning rate", f"T{text[1:]}.", ()))
+            yield Broken("learning-rate-jump", f"{text}.", "Look at the schedule, unless it restarts.", "note")
+        if rate is not None:
+            rates.append(rate)
+
+    def step_known(
+        self, optimizer: torch.optim.Optimizer, step: int, loss: float | None, norm: float | None
+    ) -> Iterator[Spike]:
+        """Yield a spike of which the cause is known, or known to be unknown: one step late, unless there is evidence.
+
+        Args:
+            optimizer: The optimizer.
+            step: The number of its step.
+            loss: The loss.
+            norm: The gradient norm.
+        """
+        if self._is_exempt or loss is None or not math.isfinite(loss) or loss <= 0.0:
+            return
+        losses, value = self._losses.setdefault(optimizer, _Losses()), math.log(loss)
+        if losses.pending is not None:
+            yield self._after(losses.pending, value, losses)
+            losses.pending = None
+        sigmas = sigmas_above(value, losses.usual, _FLOORS[0]) if len(losses.usual) >= WARM else 0.0
+        if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
+            if losses.flagged > WINDOW:  # no spike but another regime, which is learned afresh
+                losses.usual.clear()
+            losses.flagged, losses.quiet = 0, losses.quiet - 1
+            losses.usual.append(value)
+            if norm is not None and math.isfinite(norm) and norm > 0.0:
+                losses.norms.append(math.log(norm))
+            return
+        is_new, losses.quiet, losses.flagged = losses.quiet <= 0, QUIET, losses.flagged + 1
+        if is_new:
+            spike = Spike(step, loss, math.exp(median(losses.usual)), sigmas, "unknown", "")
+            known = self._known_cause(spike)
+            if known is not None:
+                yield known
+            else:
+                losses.pending = spike
+
+    def end(self) -> Iterator[Spike]:
+        """Yield spikes of the last step, after which nothing is known."""
+        for losses in self._losses.values():
+            if losses.pending is not None:
+                yield _with_cause(losses.pending, "unknown", "The run ended before the next step.")
+                losses.pending = None
+
+    def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Broken]:
+        """Yield a note on a gradient norm far above the usual ones; called before `step_known`."""
+        losses = self._losses.get(optimizer)
+        if losses is None or norm is None or len(losses.norms) < WARM or losses.quiet > 0 or not 0.0 < norm < math.inf:
+            return
+        sigmas = sigmas_above(math.log(norm), losses.norms, _FLOORS[1])
+        if sigmas > NORM_SIGMAS:
+            usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"
+            text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
+            yield Broken("loss-spike", text, "Look at the loss of the next steps.", "note")
+
+    def _known_cause(self, spike: Spike) -> Spike | None:
+        near = [event for event in self._events if spike.step - _LOOK_BACK <= event[0] <= spike.step]
+        for kinds in (("flipped bit", "written weights"), ("learning rate",), ("gradient element",)):
+            events = [event for event in near if event[1] in kinds]
+            if events:
+                _, cause, evidence, parameters = events[0]
+                return _with_cause(spike, cause, evidence, parameters)
+        return None
+
+    def _after(self, spike: Spike, value: float, losses: _Losses) -> Spike:
+        """Return a spike with what the loss of the next step says of it."""
+        if sigmas_above(value, losses.usual, _FLOORS[0]) < _IS_BACK:
+            evidence = "The loss was back one step later, and no weight was written outside the optimizer."
+            return _with_cause(spike, "batch", f"{evidence} Not replayed.")
+        ruled_out = "no weight was written outside the optimizer, and no learning rate rose"
+        of_gradients = ", and no element had a whole gradient's norm" if self._looks_at_gradients else ""
+        more = "" if self._looks_at_gradients else " --spikes also looks at gradients."
+        evidence = (
+            f"The loss was not back one step later: it is the weights, or the data from here on. Ruled out: {ruled_out}"
+            f"{of_gradients}. Not replayed.{more}"
+        )
+        return _with_cause(spike, "unknown", evidence)
+
+    def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> None:
+        params = [param for param in params_of(optimizer) if _can_look_at(param)]
+        gradients: list[Any] = [param.grad for param in params]
+        if not gradients:
+            return
+        norms = torch.stack(torch._foreach_norm(gradients)).tolist()
+        total = math.hypot(*norms)
+        for param, gradient, norm in zip(params, gradients, norms, strict=True):
+            # A gradient with one large element has most of the norm of all.
+            if math.isfinite(norm) and norm > 0.5 * total:
+                largest = max(map(abs, (each.item() for each in torch.aminmax(gradient))))
+                if largest > _SHARE * norm:
+                    name = names().get(id(param), "a parameter")
+                    text = f"At step {step:,}, one element had {largest / norm:.3g} of the norm of {name}'s gradient."
+                    self._events.append((step, "gradient element", f"{text} Not replayed.", (name,)))
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
+    """Return the largest learning rate of an optimizer's groups; None if it is on an accelerator or there is none."""
+    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
+    is_known = all(rate is not None and getattr(rate, "device", _CPU).type == "cpu" for rate in rates)
+    return max(map(float, rates)) if rates and is_known else None
+
+
+def _with_cause(spike: Spike, cause: str, evidence: str, parameters: tuple[str, ...] = ()) -> Spike:
+    return Spike(spike.step, spike.loss, spike.usual, spike.sigmas, cause, evidence, parameters)
+
+
+def _can_look_at(param: torch.Tensor) -> bool:
+    gradient = param.grad
+    return (
+        gradient is not None
+        and gradient.layout is torch.strided
+        and gradient.device.type == "cpu"
+        and gradient.numel() >= _FEWEST
+        and not hasattr(gradient, "to_local")
+    )

@@ -1,0 +1,232 @@
+"""`written-weights`: between two steps of an optimizer, nothing else writes its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from castwise._digests import digest
+from castwise._guard import Guard, guarded
+from castwise._invariants.invariant import Broken, Exemptions, named
+from castwise.amp._gradients import params_of
+
+_SMALL = 1 << 16  # elements: a copy of such weights costs less than their digests
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HABIT = 3  # steps before which a script writes weights that do so by intent
+_WATCHES: WeakSet[WrittenWeights] = WeakSet()
+
+
+@contextmanager
+def expected_writes() -> Iterator[None]:
+    """Report nothing of what is written in the block; see `castwise.monitor.expected_writes`."""
+    watches = list(_WATCHES)
+    for watch in watches:
+        watch.look()  # for writes before the block, which it must not hide
+    try:
+        yield
+    finally:
+        for watch in watches:
+            watch.take_again()
+
+
+@dataclass(frozen=True)
+class Written:
+    """A weight that was written outside its optimizer.
+
+    Args:
+        step: The number of the step before which it was.
+        name: The parameter.
+        elements: How many elements differ; None if that is not known.
+        of: The number of all elements.
+        ratio: The median of new over old values; None if it is not known.
+        flipped: The element and the bit, if a single bit differs.
+        values: That element before and after.
+    """
+
+    step: int
+    name: str
+    elements: int | None = None
+    of: int = 0
+    ratio: float | None = None
+    flipped: tuple[int, int] | None = None
+    values: tuple[float, float] | None = None
+
+    def __str__(self) -> str:
+        if self.flipped is not None and self.values is not None:
+            (element, bit), (old, new) = self.flipped, self.values
+            return (
+                f"bit {bit} of element {element:,} of {self.name} was flipped between steps {self.step - 1:,} and "
+                f"{self.step:,}: {old:.6g} became {new:.6g}"
+            )
+        how = "" if self.elements is None else f" in {self.elements:,} of {self.of:,} elements"
+        ratio = "" if self.ratio is None or not math.isfinite(self.ratio) else f", by a factor of {self.ratio:.4g}"
+        where = f"between steps {self.step - 1:,} and {self.step:,}"
+        return f"{self.name} was written outside the optimizer {where}{how}{ratio}"
+
+
+class _Group:
+    """Weights of one dtype that are compared together.
+
+    Args:
+        params: The weights by name.
+        is_copied: Whether their values are kept, and not only digests.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor], *, is_copied: bool) -> None:
+        self.params, self._is_copied = params, is_copied
+        self._before: list[torch.Tensor] = []
+
+    def take(self) -> None:
+        """Keep what the weights are now."""
+        values = [_local(param) for param in self.params.values()]
+        if not self._is_copied:
+            self._before = [digest(value) for value in values]
+        elif self._before:
+            torch._foreach_copy_(self._before, values)
+        else:
+            self._before = [value.clone(memory_format=torch.contiguous_format) for value in values]
+
+    def differing(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Yield the names of weights that are not what was kept, with what they are, and what they were if known."""
+        for (name, param), before in zip(self.params.items(), self._before, strict=False):
+            now = _local(param)
+            if not self._is_copied:
+                if digest(now) != before:
+                    yield name, now, None
+            elif now.shape == before.shape and not torch.equal(_bits(now), _bits(before)):
+                yield name, now, before
+
+
+class WrittenWeights:
+    """Compares the weights of optimizers before each step with what they were after the one before. On a CPU.
+
+    Args:
+        parameters: Returns the model's parameters by name.
+        exemptions: What is not compared.
+        number: Returns the number of the next step.
+        copies: Whether to keep a copy of all weights, which tells the element and the bit, and not only of small ones.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Mapping[str, torch.Tensor]],
+        exemptions: Exemptions,
+        number: Callable[[], int],
+        *,
+        copies: bool,
+    ) -> None:
+        self._parameters, self._exemptions, self._number, self._copies = parameters, exemptions, number, copies
+        self._groups: dict[torch.optim.Optimizer, list[_Group]] = {}
+        self._guard = Guard("castwise may report weights as written that a script writes on purpose")
+        self._writes = 0  # steps before which weights were written
+        self._found: list[Written] = []
+        if not exemptions.has("written-weights"):
+            _WATCHES.add(self)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> list[Written]:
+        """Return what was written since the optimizer's last step."""
+        found = [*self._found, *self._differing(optimizer)]
+        self._found = []
+        if found:
+            self._writes += 1
+        return found
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keep the weights that a step has left."""
+        if self._writes > _HABIT or self._exemptions.has("written-weights"):
+            self._groups.clear()
+            return
+        params = params_of(optimizer)
+        groups = self._groups.get(optimizer)
+        if groups is None or sum(len(group.params) for group in groups) > len(params):
+            groups = self._groups[optimizer] = self._grouped(params)
+        for group in groups:
+            group.take()
+
+    @guarded
+    def look(self) -> None:
+        """Look for writes before some that are expected; the next step reports them."""
+        self._found += [written for optimizer in self._groups for written in self._differing(optimizer)]
+
+    @guarded
+    def take_again(self) -> None:
+        """Keep the weights as they are."""
+        for groups in self._groups.values():
+            for group in groups:
+                group.take()
+
+    def stop(self) -> None:
+        """Drop all copies."""
+        self._groups.clear()
+        _WATCHES.discard(self)
+
+    def _grouped(self, params: Sequence[torch.Tensor]) -> list[_Group]:
+        names = {id(param): name for name, param in self._parameters().items()}
+        copied: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+        digested: dict[str, torch.Tensor] = {}
+        for number, param in enumerate(params):
+            name = names.get(id(param), f"parameter {number}")
+            if _can_compare(param) and not self._exemptions.has("written-weights", name):
+                is_copied = self._copies or param.numel() <= _SMALL
+                (copied.setdefault(param.dtype, {}) if is_copied else digested)[name] = param
+        groups = [_Group(group, is_copied=True) for group in copied.values()]
+        return groups + ([_Group(digested, is_copied=False)] if digested else [])
+
+    def _differing(self, optimizer: torch.optim.Optimizer) -> Iterator[Written]:
+        for group in self._groups.get(optimizer, ()):
+            for name, now, before in group.differing():
+                yield _written(self._number(), name, now, before)
+
+
+def report_of(written: Sequence[Written], *, copies: bool) -> Iterator[Broken]:
+    """Yield what is reported of weights that were written before a step."""
+    for each in [each for each in written if each.flipped is not None]:
+        remedy = "A fault of the memory does that: if it comes back, test this machine's."
+        yield Broken("written-weights", f"{each}.", remedy, parameters=(each.name,))
+    others = [each for each in written if each.flipped is None]
+    if others:
+        names = tuple(each.name for each in others)
+        more = f" So were {named(names[1:])}." if len(names) > 1 else ""
+        unknown = "" if copies or others[0].elements is not None else " With --spikes, castwise tells which elements."
+        remedy = "If it is intended, put it into castwise.monitor.expected_writes()."
+        yield Broken("written-weights", f"{others[0]}.{more}{unknown}", remedy, "note", names)
+
+
+def _written(step: int, name: str, now: torch.Tensor, before: torch.Tensor | None) -> Written:
+    if before is None:
+        return Written(step, name)
+    new, old = now.reshape(-1), before.reshape(-1)
+    at = (_bits(new) != _bits(old)).nonzero().view(-1)
+    first = int(at[0])
+    changed = int(_bits(new)[first]) ^ int(_bits(old)[first])
+    values = float(old[first]), float(new[first])
+    if len(at) == 1 and (changed & (1 << 8 * now.itemsize) - 1).bit_count() == 1:
+        bit = (changed & (1 << 8 * now.itemsize) - 1).bit_length() - 1
+        return Written(step, name, 1, now.numel(), flipped=(first, bit), values=values)
+    ratio = float((new[at].double() / old[at].double()).median())
+    return Written(step, name, len(at), now.numel(), ratio)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(_BITS[values.itemsize])
+
+
+def _local(param: Any) -> torch.Tensor:
+    local = param.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    return local.contiguous()  # type: ignore[no-any-return]  # a tensor
+
+
+def _can_compare(param: torch.Tensor) -> bool:
+    return (
+        param.device.type == "cpu"  # elsewhere, the host would have to wait for each comparison
+        and param.is_floating_point()
+        and param.layout is torch.strided
+        and param.numel() > 0
+    )

@@ -1,0 +1,187 @@
+"""Where a spike of the loss began: its cause is named, and nothing is said of healthy runs."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import castwise
+from castwise._invariants.invariant import Exemptions
+from castwise._invariants.loss_spikes import LossSpikes, Spike
+from castwise.monitor import expected_writes
+
+FAULT = 60  # the step
+
+
+class Training:
+    """A small model that is trained in bf16 under a monitor, with a fault in one step."""
+
+    def __init__(
+        self,
+        fault: str = "",
+        steps: int = 66,
+        between: Callable[[nn.Module, int], object] | None = None,
+        **options: Any,
+    ):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 32))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.labels = torch.randint(32, (32,))
+        self.records: list[dict[str, Any]] = []
+        options = {"spikes": True, "every": 1000} | options
+        with (
+            warnings.catch_warnings(),
+            castwise.Monitor(self.model, self.optimizer, sinks=[self.records.append], **options),
+        ):
+            warnings.simplefilter("ignore")
+            for step in range(1, steps + 1):
+                self.step(fault, step)
+                if between is not None:
+                    between(self.model, step)
+
+    def step(self, fault: str, step: int) -> None:
+        x = torch.randint(32, (16, 8))
+        y = self.labels[x[:, 0]]
+        if step >= FAULT and fault == "data":
+            y = (y + 1) % 32
+        if step == FAULT:
+            y = torch.randint(32, (16,)) if fault == "batch" else y
+            self.plant(fault)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = 0.2 + nn.functional.cross_entropy(self.model(x) * 0.5, y) * (
+                40.0 if fault == "batch" and step == FAULT else 1.0
+            )
+        loss.backward()
+        if step == FAULT and fault == "gradient element":
+            self.model[2].weight.grad.view(-1)[5] = 1e6
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if step == FAULT + 1 and fault == "learning rate":
+            self.optimizer.param_groups[0]["lr"] = 0.05
+
+    def plant(self, fault: str) -> None:
+        if fault == "written weights":
+            self.model[4].weight.data.mul_(100.0)
+        elif fault == "flipped bit":
+            self.model[2].weight.data.view(-1).view(torch.int32)[77] ^= 1 << 30
+        elif fault == "learning rate":
+            self.optimizer.param_groups[0]["lr"] = 500.0
+
+    def broken(self, name: str, severity: str = "warning") -> list[dict[str, Any]]:
+        records = [record for record in self.records if record["kind"] == "invariant"]
+        return [record for record in records if (record["name"], record["severity"]) == (name, severity)]
+
+
+CAUSES = {
+    "written weights": "4.weight was written outside the optimizer between steps 59 and 60 in 1,024 of 1,024 ",
+    "flipped bit": "Bit 30 of element 77 of 2.weight was flipped between steps 59 and 60",
+    "learning rate": "The learning rate rose from 0.05 to 500 at step 60.",
+    "gradient element": "At step 60, one element had 1 of the norm of 2.weight's gradient.",
+    "batch": "The loss was back one step later",
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_cause_of_a_spike_is_named(cause: str) -> None:
+    (spike,) = Training(cause).broken("loss-spike")
+    assert f"Cause: {cause}. {CAUSES[cause]}" in spike["text"]
+    assert spike["step"] <= FAULT + 4
+
+
+def test_a_healthy_run_has_no_spike_and_no_writes() -> None:
+    training = Training(steps=130)
+    assert [record for record in training.records if record["kind"] == "invariant"] == []
+    steps = [record for record in training.records if record["kind"] == "step"]
+    assert {step["lr"] for step in steps} == {0.05}
+    assert all(step["loss"] is not None for step in steps)
+
+
+def test_without_copies_a_write_is_named_and_what_copies_would_tell() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records: list[dict[str, Any]] = []
+    with castwise.Monitor(model, optimizer, sinks=[records.append], invariants=True):
+        for step in range(4):
+            if step == 2:
+                model.weight.data.view(-1)[5] += 1.0
+            model(torch.randn(2, 300)).square().mean().backward()
+            optimizer.step()
+    (note,) = [record for record in records if record["kind"] == "invariant"]
+    assert note["text"] == (
+        "weight was written outside the optimizer between steps 2 and 3. With --spikes, castwise tells which elements."
+    )
+
+
+def test_expected_writes_are_not_reported_and_others_before_them_are() -> None:
+    def write(model: nn.Module, step: int) -> None:
+        if step == 20:
+            with expected_writes():
+                model[4].bias.data.zero_()
+        if step == 30:
+            model[2].bias.data.add_(1.0)
+            with expected_writes():
+                model[4].bias.data.zero_()
+
+    (note,) = Training(steps=35, between=write).broken("written-weights", "note")
+    assert note["parameters"] == ["2.bias"]
+    assert "between steps 30 and 31" in note["text"]
+
+
+def test_a_script_that_always_writes_is_asked_about_it_only_at_first() -> None:
+    def clamp(model: nn.Module, step: int) -> None:
+        model[2].weight.data.clamp_(-0.05, 0.05)
+
+    notes = Training(steps=50, between=clamp).broken("written-weights", "note")
+    assert [note["step"] for note in notes] == [2]
+
+
+def test_looking_for_spikes_changes_no_bit() -> None:
+    def trained(spikes: bool) -> list[torch.Tensor]:
+        training = Training(steps=20, spikes=spikes)
+        return [*training.model.parameters(), torch.rand(3)]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
+def test_a_check_of_losses_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr("castwise._invariants.written_weights.WrittenWeights.after_step", fail)
+    monkeypatch.setattr("castwise._invariants.loss_spikes.LossSpikes.step_known", fail)
+    assert len([record for record in Training(steps=5).records if record["kind"] == "step"]) == 5
+
+
+def spikes_in(losses: list[float]) -> list[Spike]:
+    watch, optimizer = LossSpikes(Exemptions(), looks_at_gradients=False), torch.optim.SGD([torch.zeros(1)])
+    found: list[Spike] = []
+    for step, loss in enumerate(losses, 1):
+        found += watch.step_known(optimizer, step, loss, None)
+    return [*found, *watch.end()]
+
+
+def test_spikes_are_told_from_noise_by_the_spread_of_the_run() -> None:
+    draw = random.Random(0)
+    losses = [3.0 * 0.999**step * draw.lognormvariate(0.0, 0.05) for step in range(3000)]
+    assert spikes_in(losses) == []
+    losses[500] *= 1.5
+    losses[1000:1003] = [9.0, 9.0, 9.0]
+    first, second = spikes_in(losses)
+    assert (first.step, first.cause, second.step, second.cause) == (501, "batch", 1001, "unknown")
+    assert first.sigmas > 6.0
+
+
+def test_a_spike_in_the_last_step_is_reported_and_another_level_of_the_loss_is_learned() -> None:
+    draw = random.Random(0)
+    noise = [draw.lognormvariate(0.0, 0.05) for _ in range(300)]
+    (last,) = spikes_in([*noise[:50], 3.0])
+    assert last.evidence == "The run ended before the next step."
+    assert len(spikes_in([*noise[:50], *(4.0 * each for each in noise)])) == 1
+    assert spikes_in([-each for each in noise]) == []
