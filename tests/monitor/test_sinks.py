@@ -49,7 +49,7 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
         "grad_norm": None,
         "loss": 0.5,
     }
-    return {"kind": "step", "step": number, **plain, "seconds": 0.1, **fields}
+    return {"kind": "step", "step": number, **plain, "seconds": 0.1, "lr": None, **fields}
 
 
 def test_a_path_is_a_file_or_the_folder_of_one(tmp_path: Path) -> None:

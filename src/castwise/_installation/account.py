@@ -23,6 +23,7 @@ from castwise._installation.models import Models, model_with, raw_tensors
 from castwise._installation.new_optimizers import NewOptimizers
 from castwise._installation.run_folder import RunFolder, model_folder
 from castwise._invariants.invariant import Exemptions
+from castwise._invariants.resumed import LOADED_STATES
 from castwise._invariants.torch_calls import TORCH_CALLS
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
@@ -221,6 +222,11 @@ class Account(Observer):
             monitor.note_file(saved)
 
     @guarded
+    def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+        """Note a state that an optimizer has loaded, for its next step."""
+        LOADED_STATES.note(optimizer, state_dict)
+
+    @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._register(optimizer, None)
         self._steps += 1
@@ -263,6 +269,8 @@ class Account(Observer):
         if optimizer not in self._registered:
             self._registered.add(optimizer)
             self._monitor(optimizer, scaler)
+            if self._follows_calls:
+                TORCH_CALLS.follow_checkpoints()
 
     def _monitor(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
         model = model_with(params_of(optimizer))

@@ -157,6 +157,8 @@ def _observed_load(load_state_dict: Any) -> Any:
     def observed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         load_state_dict(optimizer, state_dict)
         WATCH.state_loaded(optimizer, state_dict)
+        for observer in tuple(OBSERVERS):
+            observer.state_loaded(optimizer, state_dict)
 
     return observed
 

@@ -16,6 +16,7 @@ from castwise._invariants.equal_ranks import EqualRanks
 from castwise._invariants.invariant import Broken, Exemptions, named
 from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
+from castwise._invariants.resumed import LOADED_STATES
 from castwise._invariants.saved_dtypes import SavedDtypes
 from castwise._invariants.train_mode import TrainMode
 from castwise._invariants.trained_weights import TrainedWeights
@@ -80,6 +81,7 @@ class Checks:
         step = self._steps.get(optimizer, 0) + 1
         of_weights, of_state, of_mode, of_files, of_ranks, *_ = self._guards
         self._look_for_spikes(optimizer)
+        of_state.call(self._tell, lambda: LOADED_STATES.stepping(optimizer, self._number()))
         of_weights.call(self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
             of_weights.call(self._tell, lambda: self._weights.check_gradients(optimizer, step))

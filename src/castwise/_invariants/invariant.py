@@ -11,6 +11,7 @@ from castwise._suggestions import listed, nearest
 
 INVARIANTS = (
     *("not-in-optimizer", "never-updated", "raw-half-optimizer-state", "train-eval-mode", "dtype-of-checkpoint"),
+    "resumed-apart",
     *("replicas-differ", "gradients-not-reduced", "same-data-on-ranks", "reduced-in-16-bits"),
     *("written-weights", "learning-rate-jump", "loss-spike"),
 )

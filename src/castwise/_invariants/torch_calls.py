@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -13,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from castwise._guard import Guard
 from castwise._layered_functions import LayeredFunction
+from castwise.amp._observers import OBSERVERS
 
 
 class TorchCalls:
@@ -21,6 +23,7 @@ class TorchCalls:
     def __init__(self) -> None:
         self._guard = Guard("castwise does not know how batches are drawn and gradients are summed")
         self._followers = 0
+        self._saves: tuple[LayeredFunction, ...] = ()
         self._hooks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._latest: tuple[ref[Any], ref[Any]] | None = None
         self._epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -36,10 +39,23 @@ class TorchCalls:
             for function, layer in self._layers:
                 function.add(layer)
 
+    def follow_checkpoints(self) -> None:
+        """Also follow `torch.distributed.checkpoint.save` and `async_save`, if the script has imported them."""
+        package: Any = sys.modules.get("torch.distributed.checkpoint")
+        saver: Any = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
+        if self._saves or package is None or saver is None:
+            return
+        self._saves = tuple(LayeredFunction(name, package, saver) for name in ("save", "async_save"))
+        for function in self._saves:
+            function.add(self._save)
+
     def leave(self) -> None:
         """Undo one `follow`."""
         self._followers -= 1
         if not self._followers:
+            for function in self._saves:
+                function.remove(self._save)
+            self._saves = ()
             for function, layer in self._layers:
                 function.remove(layer)
             self._hooks.clear()
@@ -68,6 +84,11 @@ class TorchCalls:
         result = register(wrapper, state, hook, *args, **kwargs)
         self._guard.call(self._hooks.__setitem__, wrapper, hook)
         return result
+
+    def _save(self, save: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        for observer in tuple(OBSERVERS):
+            self._guard.call(observer.file_saved, state_dict)
+        return save(state_dict, *args, **kwargs)
 
     def _iter(self, begin: Any, loader: DataLoader[Any]) -> Any:
         iterator = begin(loader)

@@ -58,7 +58,13 @@ class Observer:
         """An autocast region was left."""
 
     def file_saved(self, saved: object) -> None:
-        """An object is about to be written to a file with `torch.save`, while castwise is installed."""
+        """An object is about to be written with `torch.save` or `torch.distributed.checkpoint.save`.
+
+        Called while castwise is installed.
+        """
+
+    def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
+        """An optimizer has loaded a state, while castwise is installed."""
 
     def compiled(self, device_type: str, enabled: bool) -> None:
         """`torch.compile` is tracing a region; the compiled code will call no observer."""
