@@ -9,7 +9,7 @@ Usage: castwise [--version] [--help] COMMAND
 
   A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps.
 
-  The commands check, compare, demo, doctor, report, run, trace and tune need the `cli` extra. Once it is
+  The commands check, compare, demo, doctor, report, run, trace, tune and watch need the `cli` extra. Once it is
   installed, `castwise --help` describes them:
 
       pip install 'castwise[cli]'

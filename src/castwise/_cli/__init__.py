@@ -27,6 +27,7 @@ from castwise._cli.doctor_command import doctor
 from castwise._cli.report_command import report
 from castwise._cli.run_command import run
 from castwise._cli.trace_command import trace
+from castwise._cli.watch_command import watch
 
 _USAGE_ERROR: Any = typer.BadParameter.__base__  # from click, or from the copy of click in newer versions of typer
 
@@ -109,6 +110,7 @@ app.command(cls=_Command, epilog="Example: `castwise trace --model models/gpt.py
 app.command(
     cls=_Command, epilog="Example: `castwise tune --model models/gpt.py:task --tolerance 0.001 -o policy.toml`"
 )(tune)
+app.command(cls=_Command, epilog="Example: `castwise watch castwise-run`")(watch)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from castwise._guard import Guard
 from castwise._invariants.equal_ranks import EqualRanks
-from castwise._invariants.invariant import Broken, Exemptions, named
+from castwise._invariants.invariant import EVENTS, Broken, Exemptions, named
 from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
 from castwise._invariants.resumed import LOADED_STATES
@@ -25,6 +25,7 @@ from castwise._invariants.written_weights import WrittenWeights, report_of
 FIRST, EVERY = (10, 20), 50
 """Steps that are checked: these, and each multiple."""
 _CHECKS = "weights", "optimizer states", "modes", "dtypes of files", "ranks", "writes to weights", "losses"
+_MOST = 20  # of one invariant are reported
 _DRAWS = 12  # the first steps of which random states are compared, and the first three of each EVERY after
 
 
@@ -34,7 +35,7 @@ def is_checked(step: int) -> bool:
 
 
 class Checks:
-    """Checks the invariants of a model, and reports each that is broken once for the same parameters.
+    """Checks the invariants of a model, and reports each that is broken once for the same parameters, and each event.
 
     A check that fails is turned off with a warning.
 
@@ -68,6 +69,7 @@ class Checks:
         self._number, self._copies = number, spikes
         self._ids = lambda: {id(param): name for name, param in parameters().items()}
         self._steps: dict[torch.optim.Optimizer, int] = {}
+        self._counts: dict[tuple[str, str], int] = {}
         self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
         self._guards = [
             Guard(f"castwise does not check {what} any more, because the check failed", is_final=True)
@@ -110,9 +112,9 @@ class Checks:
 
     def step_known(self, optimizer: torch.optim.Optimizer, step: int, loss: float | None, norm: float | None) -> None:
         """Look at the loss and the gradient norm of a step, which may be known later."""
-        self._guards[6].call(self._tell, lambda: self._losses.of_norm(optimizer, step, norm))
         spikes = self._losses.step_known
         self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(optimizer, step, loss, norm)))
+        self._guards[6].call(self._tell, lambda: self._losses.of_norm(optimizer, step, norm))
 
     def _look_for_spikes(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for what may be the cause of a spike, before a step."""
@@ -151,9 +153,15 @@ class Checks:
         if left != broken.parameters:
             text = broken.text.replace(named(broken.parameters), named(left))
             broken = replace(broken, parameters=left, text=text)
-        key = broken.name, broken.remedy, broken.parameters
-        if key not in self._reported:
-            self._reported.add(key)
+        is_event = broken.name in EVENTS and broken.severity == "warning"
+        key = broken.name, broken.text if is_event else broken.remedy, broken.parameters
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        count = self._counts[broken.name, broken.severity] = self._counts.get((broken.name, broken.severity), 0) + 1
+        if count == _MOST:
+            broken = replace(broken, text=f"{broken.text} Later ones are not reported.")
+        if count <= _MOST:
             self._report(broken)
 
 

@@ -17,6 +17,8 @@ INVARIANTS = (
 )
 """The names of all invariants."""
 
+EVENTS = "written-weights", "loss-spike"
+"""Those of which each warning is reported, and not only the first for the same parameters."""
 _NAMED = 3
 
 

@@ -82,7 +82,7 @@ class _Losses:
     Args:
         usual: Logarithms of the losses of the last steps that were no spikes.
         norms: The same of gradient norms.
-        quiet: Steps until another spike is one of its own.
+        quiet, quiet_norm: Steps until another spike is one of its own, and another large norm.
         flagged: Steps in a row that were spikes.
         pending: A spike of the step before of which the cause is not yet known, and the window of that time.
     """
@@ -90,6 +90,7 @@ class _Losses:
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     quiet: int = 0
+    quiet_norm: int = 0
     flagged: int = 0
     pending: Spike | None = None
 
@@ -178,12 +179,16 @@ class LossSpikes:
                 losses.pending = None
 
     def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Broken]:
-        """Yield a note on a gradient norm far above the usual ones; called before `step_known`."""
+        """Yield a note on a gradient norm far above the usual ones, without a spike; called after `step_known`."""
         losses = self._losses.get(optimizer)
-        if losses is None or norm is None or len(losses.norms) < WARM or losses.quiet > 0 or not 0.0 < norm < math.inf:
+        if losses is None or norm is None or len(losses.norms) < WARM or not 0.0 < norm < math.inf:
+            return
+        losses.quiet_norm -= 1
+        if max(losses.quiet, losses.quiet_norm) > 0:
             return
         sigmas = sigmas_above(math.log(norm), losses.norms, _FLOORS[1])
         if sigmas > NORM_SIGMAS:
+            losses.quiet_norm = QUIET
             usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"
             text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
             yield Broken("loss-spike", text, "Look at the loss of the next steps.", "note")

@@ -48,10 +48,10 @@ class LoadedStates:
             )
         states = sum(bool(state) for state in optimizer.state.values())
         if states < loaded.states:
+            has = f"{type(optimizer).__name__} has a state for {states} parameters"
             yield Broken(
                 "resumed-apart",
-                f"at step {step:,}, {states} parameters have a state in {type(optimizer).__name__}, and {loaded.states} were "
-                "loaded: the averages of the others begin at zero again.",
+                f"at step {step:,}, {has}, and {loaded.states} were loaded: the others begin at zero again.",
                 "Change the model before the optimizer loads its state, and load it last.",
             )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from castwise._collector import paused
+from castwise._invariants.invariant import EVENTS
 from castwise.monitor._formats import FP16
 from castwise.monitor._gzip_members import MOST_BYTES, is_packed, members
 from castwise.monitor._packed_samples import PackedSamples
@@ -181,11 +182,15 @@ def distinct_mistakes(runs: Iterable[Run]) -> list[MistakeRecord]:
 
 
 def distinct_invariants(runs: Iterable[Run]) -> list[InvariantRecord]:
-    """Return the invariants that did not hold in several runs, by step, one for each name and list of parameters."""
+    """Return the invariants that did not hold in several runs, by step, one for each name and list of parameters.
+
+    Of events, such as spikes of the loss, return all.
+    """
     records = sorted((record for run in runs for record in run.invariants), key=lambda record: record.step)
-    distinct: dict[tuple[str, tuple[str, ...]], InvariantRecord] = {}
+    distinct: dict[tuple[str, str, tuple[str, ...]], InvariantRecord] = {}
     for record in records:
-        distinct.setdefault((record.name, record.parameters), record)
+        is_event = record.name in EVENTS and record.severity == "warning"
+        distinct.setdefault((record.name, record.text if is_event else "", record.parameters), record)
     return list(distinct.values())
 
 

@@ -1,4 +1,4 @@
-"""Scale, loss and gradient norm over the steps, with skips marked by cause."""
+"""Scale, loss, gradient norm and learning rate over the steps, with skips and findings marked."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from castwise._number_text import several
 from castwise.monitor import _causes as causes
+from castwise.monitor._recorded_run import distinct_invariants
 from castwise.report._downsampling import Point, changes, extremes, in_buckets
 from castwise.report._figures import Figure, Trace, plain, power_label
 from castwise.report._run_facts import RunFacts
@@ -24,6 +25,7 @@ MARKERS: dict[str, tuple[str, str]] = {
 OTHER_MARKER = ("--cause-other", "circle")
 # With more skips than pixels, neighbours share one mark with their count.
 MAX_MARKS = 1500
+_MARKED_TEXT = 120  # characters
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Panel:
 
 
 def timeline(facts: RunFacts) -> Figure | None:
-    """Return one run's recorded skips, scale, loss and gradient norm as a figure; None if there is nothing to plot."""
+    """Return one run's skips, scale, loss, gradient norm and learning rate as a figure; None if nothing is recorded."""
     steps = facts.run.steps
     panels = []
     if facts.skips:
@@ -56,12 +58,18 @@ def timeline(facts: RunFacts) -> Figure | None:
         panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
     loss = extremes([(record.step, float(record.loss)) for record in steps if record.loss is not None])
     if loss:
-        panels.append(Panel("3", "loss", 1.0, [_line("loss", loss, "--accent")], {"range": _range(loss), "nticks": 5}))
+        traces = [_line("loss", loss, "--accent"), *_findings(facts, dict(loss))]
+        panels.append(Panel("3", "loss", 1.0, traces, {"range": _range(loss), "nticks": 5}))
     norm = extremes([point for point in facts.grad_norms if point[1] > 0])
     if norm:
         logs = _range([(step, math.log10(value)) for step, value in norm])
         axis = {"type": "log", "range": logs, "nticks": 4}
         panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
+    rates = changes([(record.step, float(record.lr)) for record in steps if record.lr is not None])
+    if rates and loss:
+        line = _line("learning rate", rates, "--ink-soft")
+        line["line"]["shape"] = "hv"
+        panels.append(Panel("5", "learning rate", 0.5, [line], {"range": _range(rates), "nticks": 3}))
     return _stacked(panels, steps[0].step, steps[-1].step) if panels else None
 
 
@@ -111,6 +119,23 @@ def _scale(facts: RunFacts) -> Iterable[Trace]:
             "text": [plain(text) for _, text in marked],
             "marker": _marker(skips.cause, 9),
             "showlegend": False,
+        }
+
+
+def _findings(facts: RunFacts, losses: dict[int, float]) -> Iterable[Trace]:
+    """Yield marks of the invariants that did not hold, on the loss."""
+    records = distinct_invariants([facts.run])
+    if records and losses:
+        steps = sorted(losses)
+        yield {
+            "type": "scatter",
+            "mode": "markers",
+            "name": f"findings ({len(records)})",
+            "x": [record.step for record in records],
+            "y": [losses[min(steps, key=lambda step: abs(step - record.step))] for record in records],
+            "text": [plain(f"{record.name}: {record.text[:_MARKED_TEXT]}") for record in records],
+            "marker": {"color": "--cause-other", "symbol": "diamond", "size": 9, "line": {"width": 0}},
+            "hovertemplate": "step %{x:,}<br>%{text}<extra></extra>",
         }
 
 
