@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,14 @@ def test_each_rank_is_shown_with_its_numbers_and_findings(tmp_path: Path) -> Non
     assert lines.count("warning: step 81: the loss rose to 9 at step 80.") == 2
 
 
+def test_json_has_the_last_numbers_and_the_findings(tmp_path: Path) -> None:
+    write_run(tmp_path / "Net", 100)
+    (run,) = json.loads(CliRunner().invoke(app, ["watch", "--json", str(tmp_path)]).output)
+    assert (run["run"], run["ended"]) == ("Net", True)
+    assert run["last"] == {"kind": "step", "step": 100, "loss": 1.0, "lr": 0.5}
+    assert [finding["name"] for finding in run["findings"]] == ["loss-spike"]
+
+
 def test_it_looks_again_until_the_run_ends(tmp_path: Path) -> None:
     write_run(tmp_path / "Net", 20, ends=False)
     looks = []
@@ -50,7 +59,7 @@ def test_it_looks_again_until_the_run_ends(tmp_path: Path) -> None:
             with JSONL(tmp_path / "Net") as sink:
                 sink({"kind": "end", "step": 20})
 
-    watch_command._follow(tmp_path, 2.0, sleep)
+    watch_command._follow(tmp_path, 2.0, sleep=sleep)
     assert looks[0] >= 2.0
     assert len(looks) == 2
 

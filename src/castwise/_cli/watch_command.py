@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,8 +29,9 @@ def watch(
             metavar="FOLDER", help="A folder of runs, of which the latest is shown, or the folder of a run."
         ),
     ] = Path(RUNS),
-    seconds: Annotated[float, typer.Option("--every", metavar="SECONDS", help="Time between two looks.")] = 2.0,
+    seconds: Annotated[float, typer.Option("--every", metavar="N", help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print each look as a line of JSON.")] = False,
 ) -> None:
     """Show loss, gradient norm, learning rate and findings of a run in the terminal while it goes on, for each rank.
 
@@ -38,31 +41,39 @@ def watch(
         if not seconds > 0.0:
             raise UserError(f"--every must be above 0 seconds, got {seconds:g}")
         if once:
-            new_console(WIDTH).print(_view(_read(folder)))
+            _show(_read(folder), as_json)
         else:
-            _follow(folder, seconds)
+            _follow(folder, seconds, as_json)
     except UserError as error:
         typer.echo(f"castwise watch: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _follow(folder: Path, seconds: float, sleep: Callable[[float], object] = time.sleep) -> None:
+def _show(runs: list[Run], as_json: bool) -> None:
+    from castwise._cli.watch_view import facts, view
+
+    if as_json:
+        typer.echo(json.dumps(facts(runs)))
+    else:
+        new_console(WIDTH).print(view(runs))
+
+
+def _follow(folder: Path, seconds: float, as_json: bool = False, sleep: Callable[[float], object] = time.sleep) -> None:
     from rich.live import Live
 
-    with Live(console=new_console(WIDTH), auto_refresh=False) as live:
+    from castwise._cli.watch_view import view
+
+    with nullcontext() if as_json else Live(console=new_console(WIDTH), auto_refresh=False) as live:
         while True:
             began = time.monotonic()
             runs = _read(folder)
-            live.update(_view(runs), refresh=True)
+            if live is None:
+                _show(runs, as_json)
+            else:
+                live.update(view(runs), refresh=True)
             if all(run.ended for run in runs):
                 return
             sleep(max(seconds, (time.monotonic() - began) / _SHARE_OF_TIME))
-
-
-def _view(runs: list[Run]) -> Any:
-    from castwise._cli.watch_view import view
-
-    return view(runs)
 
 
 def _read(folder: Path) -> list[Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -23,6 +24,20 @@ def view(runs: Sequence[Run]) -> RenderableType:
     """Return a block for each run: its loss, gradient norm and learning rate over the steps, and its findings."""
     blocks = [_block(label, run) for label, run in zip(labels([run.path for run in runs]), runs, strict=True)]
     return Group(*blocks)
+
+
+def facts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the last numbers of each run and its findings, as JSON-compatible values."""
+    return [
+        {
+            "run": label,
+            "ended": run.ended,
+            "last": run.steps[-1].in_file() if run.steps else None,
+            "findings": [record.in_file() for record in distinct_invariants([run])],
+            "mistakes": [mistake.in_file() for mistake in run.mistakes],
+        }
+        for label, run in zip(labels([run.path for run in runs]), runs, strict=True)
+    ]
 
 
 def _block(label: str, run: Run) -> RenderableType:
