@@ -285,38 +285,41 @@ class MasterWeights(torch.optim.Optimizer):
                     f"the optimizer has state of a MasterWeights for {name!r}: load the checkpoint into it"
                 )
         for param in low:
-            name = names.get(param, "a parameter that the model does not have")
-            if owner_of(param) not in (None, self):
-                raise ValueError(f"{name!r} is in another MasterWeights already: a parameter can be in only one")
-            if is_fsdp_flattened(param) and self._reach is not Reach.ELEMENT:
-                raise ValueError(
-                    f"{name!r} is flattened by FSDP1, which works only with optimizers that step each element "
-                    "independently: use FSDP2 (fully_shard)"
-                )
-            if self._accumulation is not None and (is_dtensor(param) or is_fsdp_flattened(param)):
-                raise ValueError(
-                    f"{name!r} is sharded, and FSDP adds its gradients itself: omit accumulate, reduce in fp32 with "
-                    "MixedPrecisionPolicy(reduce_dtype=torch.float32), and call model.set_requires_gradient_sync("
-                    "False) for all micro-batches but the last"
-                )
-            if self._grad_dtype is torch.float32 and is_dtensor(param):
-                raise ValueError(
-                    f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: omit grad_dtype, and reduce "
-                    "in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-                )
-            if self._grad_dtype is torch.float32 and param.grad is not None:
-                raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() first")
-            here = local(param)
-            if not (here.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(here)):
-                raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
-            if self._dtype is torch.float16 and param.dtype is not torch.float16:
-                largest = float(local(param).abs().amax()) if local(param).numel() else 0.0
-                if 65504.0 < largest < float("inf"):
-                    raise ValueError(
-                        f"{name!r} has a weight of magnitude {largest:.6g}, but float16 ends at 65504: use bfloat16"
-                    )
+            self._check_low(names.get(param, "a parameter that the model does not have"), param)
         narrowing.check_is_possible(model, set(low), self._dtype)
         return set(low)
+
+    def _check_low(self, name: str, param: torch.Tensor) -> None:
+        """Raise if a parameter cannot be 16-bit."""
+        if owner_of(param) not in (None, self):
+            raise ValueError(f"{name!r} is in another MasterWeights already: a parameter can be in only one")
+        if is_fsdp_flattened(param) and self._reach is not Reach.ELEMENT:
+            raise ValueError(
+                f"{name!r} is flattened by FSDP1, which works only with optimizers that step each element "
+                "independently: use FSDP2 (fully_shard)"
+            )
+        if self._accumulation is not None and (is_dtensor(param) or is_fsdp_flattened(param)):
+            raise ValueError(
+                f"{name!r} is sharded, and FSDP adds its gradients itself: omit accumulate, reduce in fp32 with "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32), and call model.set_requires_gradient_sync("
+                "False) for all micro-batches but the last"
+            )
+        if self._grad_dtype is torch.float32 and is_dtensor(param):
+            raise ValueError(
+                f"{name!r} is a DTensor, whose gradients torch keeps in its own dtype: omit grad_dtype, and reduce "
+                "in fp32 with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+        if self._grad_dtype is torch.float32 and param.grad is not None:
+            raise ValueError(f"{name!r} has a gradient, whose dtype would change: call zero_grad() first")
+        here = local(param)
+        if not (here.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(here)):
+            raise ValueError(f"{name!r} has strides {param.stride()}: only dense parameters can be 16-bit")
+        if self._dtype is torch.float16 and param.dtype is not torch.float16:
+            largest = float(local(param).abs().amax()) if local(param).numel() else 0.0
+            if 65504.0 < largest < float("inf"):
+                raise ValueError(
+                    f"{name!r} has a weight of magnitude {largest:.6g}, but float16 ends at 65504: use bfloat16"
+                )
 
     def _adopt(self, model: nn.Module, params: Iterable[torch.Tensor], chosen: set[torch.Tensor]) -> None:
         """Make parameters 16-bit and keep the bits that they lose."""
@@ -338,16 +341,8 @@ class MasterWeights(torch.optim.Optimizer):
         length = max((rounded_up(bucket.length, aligned) for bucket in self._buckets), default=0)
         self._workspace = Workspace(length, self._low_state.names())
         self._known_rounds = None
-        with torch.no_grad():
-            for bucket in added:
-                views = self._workspace.views_of(bucket)
-                views.values.zero_()
-                for segment in bucket.segments:
-                    param = segment.weight.param
-                    segment.bucket_view(views.values).copy_(
-                        segment.view_of(fp32[param] if param in fp32 else local(param))
-                    )
-                bucket.encode(views, bucket.segments)
+        for bucket in added:
+            self._fill(bucket, fp32)
         for weight in new:
             weight.kept_digests = weight.digest()
             _OWNERS[weight.param] = ref(self)
@@ -367,6 +362,16 @@ class MasterWeights(torch.optim.Optimizer):
                 'model. To make other parameters 16-bit, give narrow="all"',
                 UserWarning,
             )
+
+    @torch.no_grad()
+    def _fill(self, bucket: Bucket, fp32: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Encode the weights of a new bucket, from their fp32 values where they had some."""
+        views = self._workspace.views_of(bucket)
+        views.values.zero_()
+        for segment in bucket.segments:
+            param = segment.weight.param
+            segment.bucket_view(views.values).copy_(segment.view_of(fp32[param] if param in fp32 else local(param)))
+        bucket.encode(views, bucket.segments)
 
     @staticmethod
     def narrow_(model: nn.Module, dtype: torch.dtype = torch.bfloat16, narrow: object = None) -> None:

@@ -40,22 +40,8 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
         return
     used = facts.scales[-1][1] if facts.is_scaled and facts.scales[-1][1] > 0 else None
     exponent = fit.highest if used is None else fit.nearest(used)
-    worst = max(gradients, key=lambda ranges: flush_at(ranges, exponent))
-    evidence: dict[str, Measured] = {
-        "headroom_bits": fit.headroom_bits(exponent),
-        "largest_gradient_in": shown(fit.largest.module),
-        "most_flushed_share": flush_at(worst, exponent),
-        "most_flushed_in": shown(worst.module),
-        "lowest_safe_scale": 2.0**fit.lowest,
-        "highest_safe_scale": 2.0**fit.highest,
-        "skipped_steps": facts.skipped,
-        "recorded_steps": len(facts.run.steps),
-        "finite_samples": fit.largest.samples,
-    }
-    window = f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
-    if fit.is_guess:
-        needed = fit.lowest - 1
-        window = f"{shown(fit.neediest.module)} needs more than 2^{needed}, and nothing overflows up to 2^{fit.highest}"
+    evidence = _evidence(facts, fit, exponent)
+    window = _window(fit)
     if used is None and facts.has_cut_off:
         if not fit.is_guess:
             window = f"nothing overflows up to 2^{fit.highest}"
@@ -79,6 +65,29 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
         yield Advice(f"fp16 is safe here at scale {power_of_two(used)}: {window}.", evidence, "good")
     else:
         yield Advice(f"The scale of {power_of_two(used)} suits the gradients: {window}.", evidence, "good")
+
+
+def _evidence(facts: RunFacts, fit: Fit, exponent: int) -> dict[str, Measured]:
+    worst = max(facts.gradients.values(), key=lambda ranges: flush_at(ranges, exponent))
+    return {
+        "headroom_bits": fit.headroom_bits(exponent),
+        "largest_gradient_in": shown(fit.largest.module),
+        "most_flushed_share": flush_at(worst, exponent),
+        "most_flushed_in": shown(worst.module),
+        "lowest_safe_scale": 2.0**fit.lowest,
+        "highest_safe_scale": 2.0**fit.highest,
+        "skipped_steps": facts.skipped,
+        "recorded_steps": len(facts.run.steps),
+        "finite_samples": fit.largest.samples,
+    }
+
+
+def _window(fit: Fit) -> str:
+    """Return in words at which scales gradients fit."""
+    if not fit.is_guess:
+        return f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
+    needed = fit.lowest - 1
+    return f"{shown(fit.neediest.module)} needs more than 2^{needed}, and nothing overflows up to 2^{fit.highest}"
 
 
 def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:

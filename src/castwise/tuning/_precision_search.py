@@ -176,24 +176,7 @@ class Search:
 
     def _search(self, batches: list[Any]) -> Tuned:
         search, held_out = list(range(0, len(batches), 2)), list(range(1, len(batches), 2))
-        reference = Precision(self._device, dtype=torch.float32)
-        reference.dtype = torch.float32 if reference.changes(self._model) else None
-        called: set[str] = set()
-
-        def noting(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            called.add(tap.name)
-            return tap.forward(*args, **kwargs)
-
-        with (
-            restored(self._model, batches),
-            Watch(self._model, self._comparison.interrupts.let_through) as watch,
-            watch.handling(noting),
-        ):
-            self._reference_losses = [self._loss_in(reference, batch) for batch in batches]
-        for number, reference_loss in enumerate(self._reference_losses):
-            if not math.isfinite(reference_loss):
-                with restored(self._model, batches):
-                    raise nonfinite_error(self._objective, reference, batches[number], number)
+        called = self._run_reference(batches)
         uniform = {name: self._uniform(name) for name in self._formats}
         drift = self._comparison.drift([batches[number] for number in search], uniform, self._progress)
         self._formats = [name for name in self._formats if not drift[name].problem]
@@ -216,6 +199,31 @@ class Search:
             choice = self._improved(self._on_the_path(search), search)
             choice, error = self._repaired(choice, search, held_out)
             worth = self._worth_of_recipes(choice, [batches[number] for number in search])
+        return self._result(choice, error, drift, called, worth)
+
+    def _run_reference(self, batches: list[Any]) -> set[str]:
+        """Compute the loss of each batch in the reference, and return the names of the modules that were called."""
+        reference = Precision(self._device, dtype=torch.float32)
+        reference.dtype = torch.float32 if reference.changes(self._model) else None
+        called: set[str] = set()
+
+        def noting(tap: Tap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            called.add(tap.name)
+            return tap.forward(*args, **kwargs)
+
+        with (
+            restored(self._model, batches),
+            Watch(self._model, self._comparison.interrupts.let_through) as watch,
+            watch.handling(noting),
+        ):
+            self._reference_losses = [self._loss_in(reference, batch) for batch in batches]
+        for number, reference_loss in enumerate(self._reference_losses):
+            if not math.isfinite(reference_loss):
+                with restored(self._model, batches):
+                    raise nonfinite_error(self._objective, reference, batches[number], number)
+        return called
+
+    def _result(self, choice: Choice, error: float, drift: Drift, called: set[str], worth: Sequence[str]) -> Tuned:
         policy = self._policy(choice)
         point = self._points[policy]
         never_called = tuple(name for name in drift.not_called if name not in called)
