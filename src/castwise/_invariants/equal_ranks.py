@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -244,9 +244,9 @@ def _digest_of(tensor: Any) -> torch.Tensor:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, tuples and mappings. Iterators are not touched, because that would use them up."""
     if isinstance(value, torch.Tensor):
         yield value
-        return
-    items: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
-    for item in items if isinstance(items, Iterable) and not isinstance(value, (str, bytes)) else ():
-        yield from _tensors(item)
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
