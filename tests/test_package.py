@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report", "checking"},
     "_demo": {"amp", "monitor", "report", "_installation"},
     "_cli": {"amp", "policy", "tracing", "_mistakes", "_invariants", "monitor", "report", "_installation", "_doctor"}
-    | {"_demo", "checking", "comparison", "tuning"},
+    | {"_demo", "checking", "comparison", "diagnosis", "tuning"},
 }
 USE_THE_PUBLIC_API = {"_demo", "_cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}

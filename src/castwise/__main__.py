@@ -9,8 +9,8 @@ Usage: castwise [--version] [--help] COMMAND
 
   A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps.
 
-  The commands check, compare, demo, doctor, report, run, trace, tune and watch need the `cli` extra. Once it is
-  installed, `castwise --help` describes them:
+  The commands check, compare, demo, diagnose, doctor, report, run, trace, tune and watch need the `cli` extra.
+  Once it is installed, `castwise --help` describes them:
 
       pip install 'castwise[cli]'
 """

@@ -74,7 +74,7 @@ def exchange(target: Path, content: bytes) -> int:
     """
     sweep(target.parent)
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
-    aside, file = _open_aside(target.parent, 0o666 if mode is None else 0o600)
+    aside, file = open_aside(target.parent, 0o666 if mode is None else 0o600)
     try:
         rest = memoryview(content)
         while rest:
@@ -98,7 +98,7 @@ def exchange(target: Path, content: bytes) -> int:
     return file
 
 
-def _open_aside(folder: Path, mode: int) -> tuple[Path, int]:
+def open_aside(folder: Path, mode: int) -> tuple[Path, int]:
     """Create a temporary file in a folder; return its path and the file, open for writing and locked.
 
     Args:

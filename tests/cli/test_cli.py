@@ -92,7 +92,10 @@ def test_the_library_never_loads_its_command_line() -> None:
     [
         "--version",
         "--help",
-        *(f"{name} --help" for name in ("check", "compare", "demo", "doctor", "report", "run", "trace", "tune")),
+        *(
+            f"{name} --help"
+            for name in ("check", "compare", "demo", "diagnose", "doctor", "report", "run", "trace", "tune")
+        ),
     ],
 )
 def test_version_and_help_import_no_torch(arguments: str) -> None:
@@ -176,6 +179,7 @@ def test_every_value_shows_its_default(name: str) -> None:
     command = GROUP.commands[name]
     context = command.make_context(name, [], resilient_parsing=True)
     options = [param for param in command.params if param.param_type_name == "option" and not param.is_flag]
+    options = [option for option in options if not option.required]
     texts = {param.name: param.get_help_record(context)[1] for param in options}
     assert [option for option, text in texts.items() if "[default: " not in text] == []
 
@@ -242,9 +246,10 @@ def test_exit_codes_have_a_row_for_each_command() -> None:
 
 
 METAVARS = {
-    *("SCRIPT", "ARGS", "RUN", "N", "FILE", "FOLDER", "FILE|FOLDER", "NAME", "NAME|FILE", "SCHEDULE"),
+    *("SCRIPT", "ARGS", "RUN", "CAPSULE", "N", "FILE", "FOLDER", "FILE|FOLDER", "NAME", "NAME|FILE", "SCHEDULE"),
     *(
         "MODULE|FILE:FACTORY",
+        "MODULE|FILE:FUNCTION",
         "SHAPE[:DTYPE]",
         "[cpu|cuda]",
         "[fp32|bf16-split]",

@@ -200,7 +200,7 @@ def test_formats_are_tried_once_for_each_fault_of_a_run(
     ("name", "value", "why"),
     [
         ("SECONDS", -1.0, "untried: time ran out"),
-        ("_has_several_ranks", lambda: True, "untried: several ranks take part"),
+        ("has_several_ranks", lambda: True, "untried: several ranks take part"),
     ],
 )
 def test_what_is_not_tried_is_called_so(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, why: str) -> None:

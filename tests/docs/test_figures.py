@@ -56,6 +56,7 @@ DEFINITIONS = {
         *("0.001", "1.0"),  # an update that is lost; the version of a specification
     },
     "docs/explanation/recipes.md": {"1 x", "128 x"},  # blocks that share a scale
+    "docs/howto/replay.md": {"256 MiB"},  # the limit of a capsule
     "docs/tutorials/lora.md": {"0.5%", "64 KiB"},  # what a region of a WeightCache compares at most
     "docs/explanation/testing.md": {"95%", "200 times"},  # what `make coverage` and a command ask for
     "docs/explanation/master-weights.md": {"0.1%", "a second"},  # 1 - beta2; moment

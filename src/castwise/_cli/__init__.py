@@ -23,6 +23,7 @@ import castwise
 from castwise._cli.check_command import check
 from castwise._cli.compare_tune_commands import compare, tune
 from castwise._cli.demo_command import demo
+from castwise._cli.diagnose_command import diagnose
 from castwise._cli.doctor_command import doctor
 from castwise._cli.report_command import report
 from castwise._cli.run_command import run
@@ -98,6 +99,9 @@ app.command(
     cls=_Command, epilog="Example: `castwise compare --model models/gpt.py:task --policy bf16 --policy mine.toml`"
 )(compare)
 app.command(cls=_Command, epilog="Example: `castwise demo --steps 50 --data notes.txt`")(demo)
+app.command(cls=_Command, epilog="Example: `castwise diagnose capsule-7.safetensors --model models/gpt.py:make`")(
+    diagnose
+)
 app.command(cls=_Command, epilog="Example: `castwise doctor --json > machine.json`")(doctor)
 app.command(cls=_Command, epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report)
 app.command(

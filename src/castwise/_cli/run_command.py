@@ -80,6 +80,13 @@ def run(
     spikes: Annotated[
         bool, typer.Option("--spikes", help="Keep a copy of the weights, which tells what made the loss rise suddenly.")
     ] = False,
+    capsules: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Largest number of capsules of faults in the run's folder: weights and batch, for castwise diagnose.",
+        ),
+    ] = 3,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,6 +106,8 @@ def run(
         _check_script(script, context)
         if every < 1:
             raise UserError(f"--every must be at least 1, got {every}")
+        if capsules < 0:
+            raise UserError(f"--capsules must be at least 0, got {capsules}")
         _check_name("--on-nonfinite", on_nonfinite, DIAGNOSES)
         exemptions = _exemptions(exempt or ())
         for level in fail_on or ():
@@ -117,7 +126,7 @@ def run(
     from castwise._cli.script import Ending, Script, Watching
 
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions, spikes)
+    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions, spikes, capsules)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
 
 

@@ -52,6 +52,7 @@ class Watching(NamedTuple):
         guard: Whether to skip steps with an inf or NaN, also without a scaler.
         exemptions: Patterns of parameters that are exempt from invariants.
         spikes: Whether to keep what tells more of the cause of a spike.
+        capsules: Largest number of capsules of faults.
     """
 
     out: Path
@@ -60,6 +61,7 @@ class Watching(NamedTuple):
     guard: bool
     exemptions: Mapping[str, Sequence[str]]
     spikes: bool = False
+    capsules: int = 3
 
 
 class Script:
@@ -83,6 +85,7 @@ class Script:
             "skips": watching.guard,
             "invariants": watching.exemptions,
             "spikes": watching.spikes,
+            "capsules": watching.capsules,
         }
         account = Account(out, watching.every, watching.diagnoses, **checked)
         account.report_failure = _print_failure

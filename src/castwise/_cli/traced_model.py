@@ -59,18 +59,40 @@ def find_task(text: str) -> tuple[nn.Module, list[Any], Callable[[Any, Any], tor
     return net, batches, loss
 
 
+def find_factory(text: str) -> nn.Module:
+    """Build the model that `--model` names, without inputs.
+
+    Raises:
+        UserError: There is no such function, or it does not return a model.
+    """
+    made = _made_by(text)
+    net = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(net, nn.Module):
+        raise UserError(f"{text} returned {type(net).__name__}, not a torch.nn.Module")
+    return net
+
+
 def _made_by(text: str) -> Any:
+    return _call(find_function(text), text)
+
+
+def find_function(text: str, option: str = "--model") -> Callable[..., Any]:
+    """Return the function that an option names.
+
+    Raises:
+        UserError: There is no such function.
+    """
     module_or_file, _, name = text.rpartition(":")
     if not module_or_file or not name:
         raise UserError(
-            "--model must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
+            f"{option} must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
             f"got {text!r}"
         )
     module = _run_file(Path(module_or_file)) if module_or_file.endswith(".py") else _import_module(module_or_file)
     factory = getattr(module, name, None)
     if not callable(factory):
         raise UserError(f"{module_or_file!r} has no function {name!r}{_instead_of(name, module)}")
-    return _call(factory, text)
+    return factory  # type: ignore[no-any-return]  # a module's attribute
 
 
 def _instead_of(name: str, module: ModuleType) -> str:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from castwise._guard import Guard
 from castwise._installation.account import Account
@@ -37,6 +37,7 @@ def install(
     guard: bool = False,
     invariants: bool | Mapping[str, Sequence[str]] = True,
     spikes: bool = False,
+    capsules: int = 3,
 ) -> None:
     """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
@@ -66,12 +67,14 @@ def install(
         invariants: Check in recorded runs what holds in every correct one; see `Monitor`. A mapping from invariants to
             patterns of parameter names exempts these.
         spikes: Keep in recorded runs what tells more of the cause of a sudden rise of the loss; see `Monitor`.
+        capsules: Largest number of capsules in a run's folder, >= 0: files with weights and batch of a diagnosed fault,
+            to replay it elsewhere. See `castwise.diagnosis.Capsule`.
 
     Raises:
         RuntimeError: castwise is already installed.
         TypeError: An argument has the wrong type.
-        ValueError: `every` is not an integer >= 1, `on_nonfinite` is invalid, `on_nonfinite`, `guard` or `spikes` is
-            set without `out`, or there is no invariant of a name.
+        ValueError: `every` is not an integer >= 1, `capsules` is not an integer >= 0, `on_nonfinite` is invalid,
+            `on_nonfinite`, `guard` or `spikes` is set without `out`, or there is no invariant of a name.
 
     Warns:
         RuntimeWarning: At the first step, if `out` cannot be written.
@@ -92,10 +95,13 @@ def install(
         raise ValueError('on_nonfinite="diagnose" requires a folder for its records: pass out=... too')
     if guard and out is None:
         raise ValueError("guard=True requires a folder for its records: pass out=... too")
+    if isinstance(capsules, bool) or not isinstance(capsules, int) or capsules < 0:
+        raise ValueError(f"capsules must be an integer >= 0, got {capsules!r}")
     diagnoses = math.inf if on_nonfinite else 0
     if spikes and out is None:
         raise ValueError("spikes=True requires a folder for its records: pass out=... too")
-    account = Account(out, every, diagnoses, skips=guard, invariants=invariants, spikes=spikes)
+    checked: dict[str, Any] = {"skips": guard, "invariants": invariants, "spikes": spikes, "capsules": capsules}
+    account = Account(out, every, diagnoses, **checked)
     begin(account, Settings(policy, schedule, weight_cache))
 
 
@@ -166,6 +172,7 @@ def installed(
     guard: bool = False,
     invariants: bool | Mapping[str, Sequence[str]] = True,
     spikes: bool = False,
+    capsules: int = 3,
 ) -> Iterator[None]:
     """Call `install` at the start of a block and `uninstall` at its end, even after an error.
 
@@ -179,6 +186,7 @@ def installed(
         guard: See `install`.
         invariants: See `install`.
         spikes: See `install`.
+        capsules: See `install`.
 
     Example:
         >>> import castwise, torch
@@ -197,6 +205,7 @@ def installed(
         guard=guard,
         invariants=invariants,
         spikes=spikes,
+        capsules=capsules,
     )
     try:
         yield

@@ -34,10 +34,11 @@ from castwise.amp._gradients import params_of
 from castwise.amp._observers import OBSERVERS, Observer
 from castwise.amp._outcomes import Cause, StepFacts
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
+from castwise.diagnosis._capsule import MOST, Capsules
 from castwise.diagnosis._diagnosis import Diagnosis
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
-from castwise.diagnosis._recording import MicroBatches, Recording
+from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
@@ -70,6 +71,7 @@ class Account(Observer):
         skips: Whether to skip such steps where there is no scaler.
         invariants: Whether monitors check invariants, or what is exempt from them; see `Monitor`.
         spikes: Whether monitors look for spikes of the loss; see `Monitor`.
+        capsules: Largest number of capsules of faults.
 
     Raises:
         TypeError, ValueError: `every` is not an integer >= 1, or `invariants` is not what `Monitor` accepts.
@@ -84,11 +86,12 @@ class Account(Observer):
         skips: bool = False,
         invariants: bool | Mapping[str, Sequence[str]] = True,
         spikes: bool = False,
+        capsules: int = MOST,
     ) -> None:
         check_every(every)
         Exemptions(invariants)
         self._invariants, self._spikes = invariants, spikes
-        self._diagnoses, self._skips = diagnoses, skips
+        self._diagnoses, self._skips, self._capsules = diagnoses, skips, capsules
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
         self.out, self._every = None if out is None else _absolute(Path(out)), every
@@ -126,6 +129,7 @@ class Account(Observer):
     def stop(self) -> None:
         """Stop looking for models; those that were found are still recorded."""
         self._new_optimizers.end()
+        self._drop_recordings()
         if self._follows_backward:
             self._follows_backward = False
             BACKWARD_CALLS.leave()
@@ -290,6 +294,8 @@ class Account(Observer):
         recording = self._recording_of(model)
         self._has_checked |= scaler is None
         monitor.check(scaler, recording, self._diagnoses, skips=self._skips)
+        if self._capsules and self.run is not None:
+            monitor.capsules = Capsules(sink.path.parent, self.run, self._capsules)
         monitor.attach()
         # A weak reference: the optimizer's hooks keep the monitor alive. A script may train several models in turn.
         self._monitors.append(weakref.ref(monitor))
@@ -332,6 +338,8 @@ class Account(Observer):
 class _LocalMonitor(Monitor):
     """A monitor that does not communicate with other processes, which may do something else."""
 
+    capsules: Capsules | None = None
+
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
 
@@ -364,7 +372,14 @@ class _LocalMonitor(Monitor):
             self._faults[facts.cause] += 1
             if self._faults[facts.cause] > self._most_diagnoses:
                 return None
-        return Monitor._diagnosed(self, facts, batches)
+        diagnosis = Monitor._diagnosed(self, facts, batches)
+        if diagnosis and batches is not None and batches.at_fault is not None and self.capsules is not None:
+            with self._guard:  # the step is recorded anyway
+                finite = loss_is_finite_of(facts.cause)
+                path = self.capsules.write(facts.number, batches.at_fault, diagnosis, facts.scale, finite)
+                if path:
+                    self.diagnosis = batches.note_capsule(path)
+        return self.diagnosis
 
 
 def _absolute(path: Path) -> Path:

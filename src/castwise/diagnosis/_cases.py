@@ -33,13 +33,20 @@ class OfLoss(Case):
 
     loss_is_finite = None
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, loss_fn: Callable[[Any], torch.Tensor]) -> None:
-        self.model, self.args, self.kwargs, self._loss_fn = model, args, kwargs, loss_fn
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Any,
+        kwargs: Any,
+        loss_fn: Callable[[Any], torch.Tensor],
+        region: Callable[[], AbstractContextManager[Any]] = nullcontext,  # the caller's
+    ) -> None:
+        self.model, self.args, self.kwargs, self._loss_fn, self._region = model, args, kwargs, loss_fn, region
         self.loss: float | None = None
 
     @override
     def region(self) -> AbstractContextManager[Any]:
-        return nullcontext()  # the caller's
+        return self._region()
 
     @override
     def ends(self, output: Any) -> list[torch.Tensor]:

@@ -94,6 +94,7 @@ class Diagnosis:
         also: With a fault: non-finite values from other ops of the forward. This fault may hide others among them, so
             diagnose again after fixing it.
         outside_region: Whether `diagnose` was called outside any autocast region.
+        capsule: Path of the `Capsule` that a run has written for this fault; "" if there is none.
     """
 
     found: bool
@@ -122,6 +123,7 @@ class Diagnosis:
     harmless: tuple[NonFinite, ...] = ()
     also: tuple[NonFinite, ...] = ()
     outside_region: bool = False
+    capsule: str = ""
 
     def __bool__(self) -> bool:
         return self.found
@@ -139,6 +141,7 @@ class Diagnosis:
         lines += [f"  output in fp32: {found}" for found in self.in_float32 or ()]
         lines += [f"  also: {each}; diagnose again after fixing the first" for each in self.also]
         lines += [f"  {text}" for text in [self.sample] if text]
+        lines += [f"  capsule: {self.capsule}" for _ in self.capsule[:1]]
         tried = [f"{'' if self.tried.startswith('untried') else 'tried on this batch: '}{self.tried}"]
         return "\n".join([*lines, self.advice, *(tried if self.tried else [])])
 
@@ -251,11 +254,20 @@ def diagnose(
     """
     model = _unwrapped(model)
     args, kwargs = arguments_of(batch)
-    case = OfLoss(model, args, kwargs, loss_fn)
     scale = _scale_of(scaler)
     outside_region = not _is_in_region(model, [args, kwargs])
+    found = diagnose_loss(OfLoss(model, args, kwargs, loss_fn), scale)
+    return replace(found, outside_region=outside_region)
+
+
+def diagnose_loss(case: OfLoss, scale: float) -> Diagnosis:
+    """Diagnose a batch and a loss function.
+
+    Raises:
+        Exception: Whatever the model or the loss raises.
+    """
     found = find(case, scale)
-    return replace(_diagnosis(found, case, scale, case.loss), outside_region=outside_region)
+    return _diagnosis(found, case, scale, case.loss)
 
 
 def diagnose_replay(

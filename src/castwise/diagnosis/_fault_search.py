@@ -132,7 +132,7 @@ def replay(case: Case, scale: float) -> Found:
         if not_finite:
             fault: Fault | None = _fault("loss", case, origins, not_finite)
         else:
-            with _without_autocast(case.model, ends):
+            with without_autocast(case.model, ends):
                 fault = _replay_backward(case, scale, ends, module_of_op, origins)
         if fault is None:
             return Found(None, origins.others((), None))
@@ -197,7 +197,7 @@ def without_cached_casts() -> Iterator[None]:
 
 
 @contextmanager
-def _without_autocast(model: nn.Module, ends: list[torch.Tensor]) -> Iterator[None]:
+def without_autocast(model: nn.Module, ends: list[torch.Tensor]) -> Iterator[None]:
     """Disable the caller's autocast region, because a backward runs outside it."""
     types = {tensor.device.type for tensor in [*model.parameters(), *ends]}
     with ExitStack() as stack:

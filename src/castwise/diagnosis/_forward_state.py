@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from castwise.amp._devices import has_autocast
 from castwise.amp._thread_state import THREAD
 from castwise.amp.autocast_mode import autocast
+from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._casting import in_native_state, native_state_of
+from castwise.policy._policy import Policy
 
 
 class RandomState:
@@ -58,6 +61,36 @@ class RandomState:
             return True
         return all(map(numpy.array_equal, self._numpy, numpy.random.get_state()))
 
+    def to_numbers(self) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        """Return torch's states as tensors by name, and those of Python and numpy as JSON, for a file."""
+        tensors = {"torch": self._torch}
+        tensors |= {f"device.{index}": state for index, state in enumerate(self._of_devices or ())}
+        numpy = None if self._numpy is None else [self._numpy[0], self._numpy[1].tolist(), *self._numpy[2:]]
+        return tensors, [self._python, numpy]
+
+    @classmethod
+    def from_numbers(cls, tensors: Mapping[str, torch.Tensor], outside_torch: Sequence[Any]) -> RandomState:
+        """Return what `to_numbers` has been given. States of devices are left out if there are other devices here.
+
+        Raises:
+            ValueError: They are not states.
+        """
+        state = cls.__new__(cls)
+        of_devices = [
+            tensors[name] for name in sorted(tensors, key=lambda name: (len(name), name)) if name.startswith("device.")
+        ]
+        accelerator = _accelerator()
+        are_ours = accelerator is not None and len(accelerator.get_rng_state_all()) == len(of_devices)
+        state._of_devices = of_devices if are_ours else None
+        try:
+            state._torch = tensors["torch"]
+            python, numpy = outside_torch
+            state._python = None if python is None else (python[0], tuple(python[1]), python[2])
+            state._numpy = numpy if "numpy" in sys.modules else None
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise ValueError("it holds no random states") from None
+        return state
+
     def restore(self) -> None:
         """Restore the snapshot."""
         torch.set_rng_state(self._torch)
@@ -68,6 +101,14 @@ class RandomState:
             random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class _ActivePolicy(NamedTuple):
+    """What of `castwise.policy._bound_policy.State` a replay needs."""
+
+    bound: BoundPolicy
+    device: str
+    cache: bool
 
 
 class CastingState:
@@ -81,7 +122,45 @@ class CastingState:
 
     def __init__(self, device_types: Iterable[str]) -> None:
         self._native = {kind: native_state_of(kind) for kind in device_types if has_autocast(kind)}
-        self._policy = THREAD.state
+        self._policy: Any = THREAD.state
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the state as JSON, for a file."""
+        native = {
+            kind: [enabled, str(dtype).removeprefix("torch."), cache]
+            for kind, (enabled, dtype, cache) in self._native.items()
+        }
+        if self._policy is None:
+            return {"native": native, "policy": None}
+        bound = self._policy.bound
+        return {"native": native, "policy": [self._policy.device, bound.policy._fields(), self._policy.cache]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], model: nn.Module, device_types: Mapping[str, str]) -> CastingState:
+        """Return what `to_json` has been given, with its policy bound to a model.
+
+        Args:
+            value: The state.
+            model: The model.
+            device_types: The device types to use instead of others.
+
+        Raises:
+            ValueError: It is not such a state, or the policy does not fit the model.
+        """
+        state = cls(())
+        try:
+            for kind, (enabled, name, cache) in value["native"].items():
+                dtype = getattr(torch, name)
+                if not isinstance(dtype, torch.dtype):
+                    raise TypeError
+                state._native[device_types.get(kind, kind)] = bool(enabled), dtype, bool(cache)
+            given = value["policy"]
+            device, fields, cache = given or ("", {}, False)
+        except (KeyError, AttributeError, TypeError, ValueError):
+            raise ValueError("it holds no state of autocast") from None
+        policy = None if given is None else Policy(**fields).bind(model)
+        state._policy = None if policy is None else _ActivePolicy(policy, device_types.get(device, device), cache)
+        return state
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -141,6 +141,8 @@ class MicroBatches:
         self.of_loss_backward: Callable[[], Diagnosis | None] = lambda: None
         """Finds the origin of gradients that the backward of that code has made infinite."""
         self._batches: deque[MicroBatch] = deque(maxlen=MOST)
+        self.at_fault: MicroBatch | None = None
+        """The micro-batch that the diagnosis is of."""
         self._diagnosis: Diagnosis | None = None
         self._is_diagnosed = False
 
@@ -162,6 +164,12 @@ class MicroBatches:
         """The result of `diagnose`; None if it was not called."""
         return self._diagnosis
 
+    def note_capsule(self, path: str) -> Diagnosis | None:
+        """Add a capsule to the diagnosis, and return that."""
+        if self._diagnosis is not None:
+            self._diagnosis = replace(self._diagnosis, capsule=path)
+        return self._diagnosis
+
     def diagnose(self, scale: float, cause: Cause | None = None) -> Diagnosis | None:
         """Replay the micro-batches in order until one has a fault. Later calls return the same result.
 
@@ -176,7 +184,7 @@ class MicroBatches:
         """
         if not self._is_diagnosed:
             self._is_diagnosed = True  # even if it raises: it would raise again
-            loss_is_finite = None if cause is None else _LOSS_IS_FINITE.get(cause)
+            loss_is_finite = loss_is_finite_of(cause)
             self._diagnosis = replayed = self._first_fault(scale, loss_is_finite)
             is_explained = (
                 replayed is not None
@@ -186,6 +194,9 @@ class MicroBatches:
             if not is_explained:
                 of_loss = self.of_loss_backward() if loss_is_finite else self.of_loss
                 self._diagnosis = of_loss or replayed
+                if of_loss and self.at_fault is None:
+                    bad = (batch for batch in self._batches if batch.has_bad_gradients())
+                    self.at_fault = next(bad, self._batches[-1] if self._batches else None)
         return self._diagnosis
 
     def _first_fault(self, scale: float, loss_is_finite: bool | None) -> Diagnosis | None:
@@ -196,12 +207,14 @@ class MicroBatches:
         bad = [] if loss_is_finite else [batch for batch in suspects if batch.has_bad_gradients()]
         for batch in bad if len(bad) > 1 else []:
             if diagnosis := batch.diagnose(scale, loss_is_finite, with_backward=False):
+                self.at_fault = batch
                 return diagnosis
         harmless: list[NonFinite] = []
         of_loss: Diagnosis | None = None
         for batch in suspects:
             diagnosis = batch.diagnose(scale, loss_is_finite, with_backward=True)
             if diagnosis and (diagnosis.op or diagnosis.phase != "loss"):
+                self.at_fault = batch
                 return diagnosis
             of_loss = of_loss or diagnosis or None
             harmless += diagnosis.harmless
@@ -338,6 +351,11 @@ class Recording:
         elif not batch.is_condensed:
             self._nbytes += gradient.nbytes
         batch.add(place, gradient)
+
+
+def loss_is_finite_of(cause: Cause | None) -> bool | None:
+    """Return whether the losses of a step with a cause were finite; None if it is not known."""
+    return None if cause is None else _LOSS_IS_FINITE.get(cause)
 
 
 def _called_models(model: nn.Module) -> dict[str, nn.Module]:

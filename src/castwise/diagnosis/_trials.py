@@ -98,7 +98,7 @@ def try_remedy(
     birth = fault.birth
     if birth is None or help_.remedy in {"", "scale"}:
         return Tried(help_, "untried: no module made it")
-    if _has_several_ranks():
+    if has_several_ranks():
         return Tried(help_, "untried: several ranks take part", _bad_rows(case, birth))
     try:
         trials, key = _Trials(case, birth, scale, usual), (birth.phase, birth.module or "", birth.op, str(birth.place))
@@ -386,7 +386,7 @@ def _no_format_helps(birth: Birth) -> Help:
     )
 
 
-def _has_several_ranks() -> bool:
+def has_several_ranks() -> bool:
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 

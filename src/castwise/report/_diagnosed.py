@@ -56,6 +56,12 @@ class Diagnosed:
         return "" if found is None else found[1]
 
     @property
+    def capsule(self) -> str:
+        """Path of the capsule; "" if there is none."""
+        found = re.search(r"^capsule: (.+)$", self.details, re.MULTILINE)
+        return "" if found is None else found[1]
+
+    @property
     def inputs(self) -> list[str]:
         """Ranges of the op's inputs."""
         return re.findall(r"^input \d+: (.+)$", self.details, re.MULTILINE)

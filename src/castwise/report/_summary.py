@@ -27,7 +27,7 @@ Level = Literal["mistake", "warning", "critical"]
 """Values of `castwise run --fail-on`: a mistake in the script, or a finding of at least this severity."""
 
 _MISTAKES_SHOWN = 2
-_IN_JSON = ("module", "op", "line", "inputs", "code", "tried")
+_IN_JSON = ("module", "op", "line", "inputs", "code", "tried", "capsule")
 _INVARIANTS_SHOWN = 3
 _PREFIX = "castwise: "
 _WIDTH = 120
