@@ -11,6 +11,7 @@ from castwise.monitor import _causes as causes
 from castwise.report._advice import Advice, Measured
 from castwise.report._diagnosed import Diagnosed, first_and_last
 from castwise.report._run_facts import RunFacts
+from castwise.report._saturation import saturated_layer
 from castwise.report._skips import Finding, Skips
 
 GUARD = "castwise run --guard, or GradScaler(device, schedule=castwise.schedules.Guard()), skips such steps."
@@ -67,7 +68,7 @@ def skipped_gradients(facts: RunFacts) -> Iterator[Advice]:
 
 
 def nothing_learned(facts: RunFacts) -> Iterator[Advice]:
-    """Report a loss that has not fallen after updates that were large relative to the weights."""
+    """Report a loss that has not fallen after large updates, or behind a layer that passes no gradients on."""
     losses = _losses(facts)
     if facts.faults or facts.divergence or len(losses) < ENOUGH_LOSSES:
         return
@@ -76,19 +77,27 @@ def nothing_learned(facts: RunFacts) -> Iterator[Advice]:
         min(losses[0], statistics.median(losses[:FIRST_LOSSES])),
         statistics.median(losses[-len(losses) // 4 :]),
     )
-    large = [(ratio, step) for step, ratio in facts.typical_updates if LARGE_UPDATE < ratio < math.inf]
-    if not large or last < FALLEN * first:
+    if last < FALLEN * first:
         return
-    ratio, step = max(large)
+    large = max(
+        ((ratio, step) for step, ratio in facts.typical_updates if LARGE_UPDATE < ratio < math.inf), default=None
+    )
+    layer = saturated_layer(facts.run.samples)
+    if large is None and (layer is None or not layer.stops_gradients):
+        return
     rate = facts.run.settings.get("learning rate")
     at_rate = f" (initially {rate:g})" if isinstance(rate, (int, float)) else ""
-    yield Advice(
-        f"The loss has not fallen: it was {first:.4g} at first and is {last:.4g} in the last quarter. The "
-        f"update of step {step:,} was {ratio:.2g} times as large as the weights: lower the learning rate{at_rate}, or "
-        "warm it up.",
-        {"first_loss": first, "last_loss": last, "largest_update": ratio, "largest_update_step": step},
-        "warning",
-    )
+    evidence: dict[str, Measured] = {"first_loss": first, "last_loss": last}
+    text = f"The loss has not fallen: it was {first:.4g} at first and is {last:.4g} in the last quarter."
+    if large is not None:
+        ratio, step = large
+        text += f" The update of step {step:,} was {ratio:.2g} times as large as the weights."
+        evidence |= {"largest_update": ratio, "largest_update_step": step}
+    if layer is not None:
+        text += f" {layer}"
+        evidence |= {"saturated_layer": layer.name, "saturated_share": layer.share, "saturated_step": layer.step}
+    remedy = "Lower" if large is not None else "Begin again with smaller weights, or lower"
+    yield Advice(f"{text} {remedy} the learning rate{at_rate}, or warm it up.", evidence, "warning")
 
 
 def nothing_to_fix(facts: RunFacts) -> Iterator[Advice]:
