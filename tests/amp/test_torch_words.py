@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import copy
+import inspect
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -50,6 +54,12 @@ def with_fp16(library: Any) -> None:
     param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     param.grad = torch.ones_like(param)
     scaler(library).unscale_(torch.optim.SGD([param]))
+
+
+def with_fp16_sharded(library: Any) -> None:
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    param.grad = torch.ones_like(param)
+    set_sharded(library)._unscale_grads_(torch.optim.SGD([param]), ONE, torch.zeros(()), False)
 
 
 class TakesScaler(torch.optim.SGD):
@@ -110,6 +120,24 @@ def update_of(library: Any, new_scale: Any) -> None:
     stepped(library, "step").update(new_scale)
 
 
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def sharded(library: Any, *calls: str, new_scale: Any = None) -> None:
+    with one_rank():
+        made, adam = set_sharded(library), optimizer()
+        for call in calls:
+            getattr(made, call)(adam)
+        if new_scale is not None:
+            made.update(new_scale)
+
+
 ONE = torch.ones(())
 PROVOCATIONS: dict[str, Callable[[Any], Any]] = {
     # regions
@@ -165,6 +193,16 @@ PROVOCATIONS: dict[str, Callable[[Any], Any]] = {
     "a new scale elsewhere": lambda library: update_of(library, torch.ones((), device="meta")),
     "a new scale with a gradient": lambda library: update_of(library, torch.ones((), requires_grad=True)),
     "a new scale, sharded": lambda library: set_sharded(library).update(torch.ones(2)),
+    "a new scale of two elements, sharded": lambda library: sharded(library, "step", new_scale=torch.ones(2)),
+    "a new scale elsewhere, sharded": lambda library: sharded(library, "step", new_scale=torch.ones((), device="meta")),
+    "a new scale with a gradient, sharded": lambda library: sharded(
+        library, "step", new_scale=torch.ones((), requires_grad=True)
+    ),
+    "update without a step, sharded": lambda library: set_sharded(library).update(),
+    "unscale_ twice, sharded": lambda library: sharded(library, "unscale_", "unscale_"),
+    "unscale_ after step, sharded": lambda library: sharded(library, "step", "unscale_"),
+    "fp16 gradients, sharded": with_fp16_sharded,
+    "ranks without a group": lambda library: set_sharded(library).step(optimizer()),
     "an empty state": lambda library: library.amp.GradScaler("cpu").load_state_dict({}),
     "a copy in an iteration": lambda library: copy.copy(stepped(library, "step")),
     "pickling in an iteration": lambda library: pickle.dumps(stepped(library, "unscale_")),
@@ -259,6 +297,73 @@ def test_it_is_torchs_where_castwise_is_installed(name: str) -> None:
     expected = outcome(TORCH, PROVOCATIONS[name])
     with castwise.installed():
         check(expected, outcome(TORCH, PROVOCATIONS[name]))
+
+
+LEFT_OUT = {
+    "fast_dtype must not be None": "TorchScript alone leaves out the dtype, and compiles torch's region",
+    "Current CUDA Device does not support bfloat16": "test_a_gpu_without_bfloat16",
+    "message": "test_backends_without_a_list_of_dtypes",
+    "_scale should not be None": "made in the line before",
+    "_scale is None in": "checked by the call before",
+    "Expected _scale": "checked by the call before",
+    "_get_scale_async returned None": "asked only if there is a scale",
+    "Closure use is not currently supported": "castwise supports it: see the differences",
+    "No inf checks were recorded for this optimizer": "castwise steps: see the differences",
+    "Expected supported device": "castwise scales on every device: see the differences",
+}
+"""Messages of torch's that no provocation brings about, by how they begin, with the reason or the test that does."""
+
+
+def messages_of(module: Any) -> dict[tuple[str, int], tuple[str, range]]:
+    """The raised errors, assertions with a text, and warnings in a module of torch's, by file and line."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = node.exc.args[0]
+        elif isinstance(node, ast.Assert) and node.msg is not None:
+            text = node.msg
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+            text = node.args[0]
+        else:
+            continue
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        found[module.__file__, node.lineno] = re.sub("^[(]*f?['\"]", "", ast.unparse(text)), lines
+    return found
+
+
+def test_every_message_of_torchs_is_provoked_or_left_out_for_a_reason() -> None:
+    modules = [torch.amp.autocast_mode, torch.amp.grad_scaler, TORCH.sharded, torch.cuda.amp.common]
+    modules += [
+        sys.modules[f"torch.{device}.amp.{of}"] for device in ("cpu", "cuda") for of in ("autocast_mode", "grad_scaler")
+    ]
+    messages = {place: message for module in modules for place, message in messages_of(module).items()}
+    files, reached = {file for file, _ in messages}, set()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename not in files:
+            return None
+        reached.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        for provoke in PROVOCATIONS.values():
+            outcome(TORCH, provoke)
+    finally:
+        sys.settrace(before)
+    silent = [
+        text for (file, _), (text, lines) in messages.items() if not any((file, line) in reached for line in lines)
+    ]
+    assert [text for text in silent if not text.startswith(tuple(LEFT_OUT))] == []
+    assert len(messages) - len(silent) > 20
+
+
+def test_a_sharded_scaler_scales_on_every_device() -> None:
+    loss = torch.ones((), device="meta")
+    with pytest.raises(AssertionError, match="Expected supported device, got meta"):
+        TORCH.sharded.ShardedGradScaler("cpu").scale(loss)
+    assert CASTWISE.sharded.ShardedGradScaler("cpu").scale(loss).device.type == "meta"
 
 
 class Backend:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 
+from castwise.amp import _torch_words as torch_words
 from castwise.amp._checks import integer
 from castwise.amp._devices import is_capturing
 from castwise.amp._disagreement import failures_of, shortened, views_of
@@ -99,7 +100,8 @@ class Agreement:
     def _groups(self) -> list[Any]:
         if self.ranks is None:
             if not torch.distributed.is_initialized():
-                raise RuntimeError("ranks cannot agree yet: call torch.distributed.init_process_group() first")
+                ours = RuntimeError("ranks cannot agree yet: call torch.distributed.init_process_group() first")
+                raise torch_words.error(ours, torch.distributed.get_world_size)
             return [torch.distributed.group.WORLD]
         if _is_outside(self.ranks):
             raise RuntimeError(
