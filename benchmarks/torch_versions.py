@@ -201,6 +201,7 @@ def pytest(python: Path, arguments: tuple[str, ...], warnings: tuple[str, ...] =
     processes = ("-q", "-n", "auto", "--maxprocesses", "4", "-p", "no:cacheprovider")
     filters = [word for one in warnings for word in ("-W", one)]
     settings = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000", "PYTHONWARNINGS": ",".join(warnings)}
+    settings["PYTHONDONTWRITEBYTECODE"] = ""  # else each of hundreds of processes compiles torch again
     command = [str(python), "-m", "pytest", *processes, *filters, *arguments]
     begun = time.monotonic()
     lines = [""]
