@@ -67,7 +67,7 @@ def started(command: list[str], folder: Path = SCRIPTS) -> subprocess.Popen[str]
 
 def call(command: list[str], folder: Path = SCRIPTS) -> subprocess.CompletedProcess[str]:
     process = started(command, folder)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=600)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
