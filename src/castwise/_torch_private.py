@@ -41,6 +41,7 @@ __all__ = [
     "backwards_without_autocast",
     "buffers_in",
     "children_in",
+    "compiler_of",
     "convert_tensors",
     "counted_version",
     "dispatch_modes",
@@ -536,6 +537,16 @@ def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
 def wraps_compiled(module: Any) -> bool:
     """Return True if `module` is a wrapper that `torch.compile` returned."""
     return "get_compiler_config" in vars(module)
+
+
+def compiler_of(compiled: Any) -> Callable[[Any], Any] | None:
+    """Return what compiles other code as a compiled model or function was; None for what `torch.compile` did not make.
+
+    Compiled functions do not tell their settings: these are the default ones.
+    """
+    if isinstance(compiled, torch.nn.Module) and wraps_compiled(compiled):
+        return getattr(compiled, "dynamo_ctx", torch.compile)  # the context that wrapped it
+    return torch.compile if hasattr(compiled, "get_compiler_config") else None
 
 
 def wraps_checkpoint(module: torch.nn.Module) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from castwise._faces import face
 
 if TYPE_CHECKING:
+    from castwise.comparison._callables import ModuleAlone
     from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift, Summary
     from castwise.comparison._errors import Errors
     from castwise.comparison._log_probs import LogProbDrift
@@ -18,6 +19,7 @@ else:
             "Drift": "_drift",
             "Errors": "_errors",
             "LogProbDrift": "_log_probs",
+            "ModuleAlone": "_callables",
             "ModuleDrift": "_drift",
             "PolicyDrift": "_drift",
             "PrecisionShare": "_recorded_log_probs",
@@ -37,6 +39,7 @@ __all__ = [
     "Drift",
     "Errors",
     "LogProbDrift",
+    "ModuleAlone",
     "ModuleDrift",
     "PolicyDrift",
     "PrecisionShare",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise._number_text import percent, several
 from castwise._shown import Block, Shown, Table
+from castwise.comparison._callables import ModuleAlone
 from castwise.comparison._errors import Errors
 from castwise.comparison._log_probs import LogProbDrift
 
@@ -94,10 +95,11 @@ class PolicyDrift:
 
     Args:
         name: The name given to `compare`.
-        policy: The policy; None for the reference with other batches.
+        policy: The policy; None for a callable, and for the reference with other batches.
         summary: Figures of the whole model.
-        modules: The modules that were called, by effect, largest first.
+        modules: The modules that were called, by effect, largest first; none for a callable.
         problem: Why the model cannot be run under the policy; "" if it can.
+        alone: Of a compiled model, its modules, each compiled by itself, in the order of their calls.
     """
 
     name: str
@@ -105,6 +107,7 @@ class PolicyDrift:
     summary: Summary
     modules: tuple[ModuleDrift, ...]
     problem: str = ""
+    alone: tuple[ModuleAlone, ...] = ()
 
     def __getitem__(self, name: str) -> ModuleDrift:
         """Return the module with a name; raise a KeyError if there is none."""
@@ -194,6 +197,9 @@ class Drift(Shown):
         for policy_drift in self:
             if policy_drift.problem:  # listed in the notes
                 continue
+            if not policy_drift.modules:
+                yield from _alone(policy_drift)
+                continue
             rows = policy_drift.rows(self.noise)
             more = len(rows) - 1 - SHOWN_MODULES
             yield Table(
@@ -265,6 +271,34 @@ class Drift(Shown):
         return write_drift_report(self, path)
 
 
+def _alone(drift: PolicyDrift) -> Iterator[Block]:
+    """Yield a table of the modules that were compiled by themselves, by the growth of their errors."""
+    known = [(each, *_both(each)) for each in drift.alone if each.compiled is not None and each.eager is not None]
+    known.sort(key=lambda row: row[1] / row[2] if row[2] else (math.inf if row[1] else 0.0), reverse=True)
+    if known:
+        rows = [
+            (each.name, each.type, _number(own), _number(eager), f"{own / eager:.3g}" if eager else "")
+            for each, own, eager in known[:SHOWN_MODULES]
+        ]
+        more = len(known) - SHOWN_MODULES
+        yield Table(
+            [("module", "type", "compiled", "eager", "compiled / eager"), *rows],
+            {2, 3, 4},
+            f"{drift.name}: each module compiled by itself, errors relative to float64",
+            f"and {several(more, 'more module')}: drift[{drift.name!r}].alone" if more > 0 else "",
+        )
+    failed = [each for each in drift.alone if each.problem]
+    if failed:
+        first = f"the first {failed[0].name}: {failed[0].problem}"
+        yield f"{drift.name}: {several(len(failed), 'module')} could not be compared, {first}"
+
+
+def _both(module: ModuleAlone) -> tuple[float, float]:
+    assert module.compiled is not None
+    assert module.eager is not None
+    return module.compiled.relative_rms, module.eager.relative_rms
+
+
 def plain_policy(policy: Policy) -> dict[str, Any]:
     """Return the fields of a policy as JSON-serializable values."""
     fields = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
@@ -278,6 +312,7 @@ def _record(drift: PolicyDrift) -> dict[str, Any]:
         "failure": drift.failure,
         "summary": plain(dataclasses.asdict(drift.summary)),
         "modules": [plain(dataclasses.asdict(module)) for module in drift.modules],
+        **({"alone": [plain(dataclasses.asdict(module)) for module in drift.alone]} if drift.alone else {}),
     }
 
 

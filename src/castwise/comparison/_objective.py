@@ -16,6 +16,7 @@ from castwise.tracing._batches import arguments_of
 Loss = Callable[[Any, Any], torch.Tensor]
 Around = Callable[[torch.Tensor], AbstractContextManager[Any]]
 Forward = Callable[[nn.Module, Any], torch.Tensor]
+Progress = Callable[[str, int, int], None]
 
 
 class Objective:
@@ -36,6 +37,10 @@ class Objective:
             if given is not None and not callable(given):
                 raise TypeError(f"{name} must be a function that returns the loss as a tensor, got {given!r}")
         self.model, self.loss, self._forward = model, loss, forward
+
+    def calling(self, call: Any) -> Objective:
+        """Return the objective of another callable than the model."""
+        return Objective(call, self.loss, self._forward)
 
     def __call__(self, batch: Any) -> tuple[Any, torch.Tensor]:
         """Return the outputs (None with a `forward`) and the loss of a batch."""

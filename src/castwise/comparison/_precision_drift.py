@@ -18,12 +18,13 @@ from castwise.amp._devices import has_autocast
 from castwise.amp._emulation import SETTLED, is_native_here
 from castwise.amp.autocast_mode import autocast
 from castwise.comparison._call_again import forgetting_graph
+from castwise.comparison._callables import EAGER, ModuleAlone, modules_alone, which_is_closer
 from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison._errors import ErrorSums, local, real
 from castwise.comparison._interrupts import Interrupts
 from castwise.comparison._kept_values import attributes_of
 from castwise.comparison._log_probs import LogProbSums, token_log_probs
-from castwise.comparison._objective import Forward, Loss, Objective, first_line, fresh, is_out_of_memory
+from castwise.comparison._objective import Forward, Loss, Objective, Progress, first_line, fresh, is_out_of_memory
 from castwise.comparison._policy_run import ModuleSums, PolicyRun
 from castwise.comparison._precisions import Precision, is_sharded, scaled, temporarily_bound
 from castwise.comparison._reference_run import Call, Gradients, ReferenceRun, Written
@@ -34,10 +35,12 @@ from castwise.diagnosis._replay import gradients_of, has_reentrant_checkpoint, u
 from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._module_rules import decide, named_modules
 from castwise.policy._policy import Policy
+from castwise.tracing._op_by_op import with_compiler
 
 Reference = Literal["float32", "float64"] | Policy | BoundPolicy
 Vary = Literal["batch_size", "batch_order"]
-Progress = Callable[[str, int, int], None]
+Compared = Policy | BoundPolicy | Callable[..., Any]
+"""What is compared with the reference: a policy, or a callable that takes the model's place."""
 
 _REFERENCES = {"float32": torch.float32, "float64": torch.float64}
 _VARY = ("batch_size", "batch_order")
@@ -55,11 +58,11 @@ class NonfiniteReferenceError(ValueError):
 def compare(
     model: nn.Module,
     batches: Sequence[Any],
-    policies: Mapping[str, Policy | BoundPolicy] | None = None,
+    policies: Mapping[str, Compared] | None = None,
     *,
     loss: Loss | None = None,
     forward: Forward | None = None,
-    reference: Reference = "float32",
+    reference: Reference | None = None,
     gradients: bool = True,
     vary: Vary | None = None,
     clip_band: tuple[float, float] = CLIP_BAND,
@@ -89,15 +92,19 @@ def compare(
             it consists of FSDP2 units; with FSDP2, a rank compares its own shards of the gradients.
         batches: A list of `(inputs, targets)`. The inputs are a tensor, a tuple of positional arguments, or a mapping
             of keyword arguments for the model.
-        policies: Policies, bound or not, by names of your choice. Optional with `vary`.
+        policies: Policies, bound or not, by names of your choice; or callables that are called instead of the model,
+            such as `torch.compile(model)`. A callable runs as it is, without hooks and in no region, beside the eager
+            model, which gets a row of its own, "eager". Each module is also compiled by itself, as a compiled model
+            was, and run on inputs of the eager model in the first batch. Optional with `vary`.
         loss: Computes the loss, a tensor of one element, from the model's output and the targets, in the policy's
             region.
         forward: Instead of `loss`, for other batches: computes the loss from the model and a batch.
         reference: "float32", with autocast off; "float64", which also casts weights, buffers and inputs; or a policy.
-            Regions in the model's own code apply in the reference, too. The first two compute in full fp32, without
-            TF32 or bf16 products, whatever the program has set (`torch.set_float32_matmul_precision`,
-            `torch.backends.*.fp32_precision`, `allow_tf32`). Policies compute with the program's settings. These belong
-            to the process, so other threads compute in full fp32 while a reference runs.
+            By default "float64" if there are callables, else "float32". Regions in the model's own code apply in the
+            reference, too. The first two compute in full fp32, without TF32 or bf16 products, whatever the program has
+            set (`torch.set_float32_matmul_precision`, `torch.backends.*.fp32_precision`, `allow_tf32`). Policies
+            compute with the program's settings. These belong to the process, so other threads compute in full fp32
+            while a reference runs.
         gradients: False skips the backwards of the policies and of isolated modules.
         vary: Also compare the reference with itself, with the samples of a batch one by one ("batch_size") or in
             another order ("batch_order"). Errors below this noise are not caused by a policy. Raises if the forward
@@ -122,8 +129,16 @@ def compare(
         >>> drift["bf16"].modules[0].name
         '2'
     """
+    given = policies or {}
+    if reference is None:
+        has_calls = isinstance(given, Mapping) and any(map(_is_call, given.values()))
+        reference = "float64" if has_calls else "float32"
     comparison = Comparison(model, loss, forward, reference, gradients, vary, clip_band)
-    return comparison.drift(batches, policies or {})
+    return comparison.drift(batches, given)
+
+
+def _is_call(value: object) -> bool:
+    return callable(value) and not isinstance(value, (Policy, BoundPolicy, type))
 
 
 def unwrapped(model: Any) -> nn.Module:
@@ -154,6 +169,8 @@ class _Variant:
     loss_scale: float = math.inf  # the smallest that a batch needed
     vary: str | None = None
     problem: str = ""
+    call: Callable[..., Any] | None = None
+    alone: tuple[ModuleAlone, ...] = ()
 
     def parts(self, size: int) -> list[torch.Tensor]:
         """Return the sample indices of each run."""
@@ -199,9 +216,7 @@ class Comparison:
         self.device = device_of(self.model)
         self.interrupts = Interrupts()
 
-    def drift(
-        self, batches: Any, policies: Mapping[str, Policy | BoundPolicy], progress: Progress | None = None
-    ) -> Drift:
+    def drift(self, batches: Any, policies: Mapping[str, Compared], progress: Progress | None = None) -> Drift:
         """Compare batches under policies.
 
         Args:
@@ -231,11 +246,17 @@ class Comparison:
                         with self._refusals_noted(variant, variants):
                             one.run_beside(variant)
                     one.run_backward(variants)
-                if self._with_gradients:
-                    for variant in variants:
-                        self.interrupts.let_through()
-                        with self._refusals_noted(variant, variants):
+                for variant in variants:
+                    self.interrupts.let_through()
+                    with self._refusals_noted(variant, variants):
+                        if variant.call is not None:
+                            one.run_call(variant)
+                        elif self._with_gradients:
                             one.add_gradients(variant)
+            for variant in variants:
+                if variant.call is not None and not variant.problem:
+                    given = variant.call, self._objective, checked[0], self.device, watch, progress
+                    variant.alone = modules_alone(*given)
             if progress is not None:
                 progress("batches", steps, steps)
         drifts = [self._of(variant, reference_losses, watch) for variant in variants]
@@ -245,10 +266,11 @@ class Comparison:
             reference=self._reference if isinstance(self._reference, str) else "policy",
             batches=len(checked),
             noise=noise,
-            not_called=tuple(tap.name for tap in watch.taps if _is_left_out(tap, variants)),
+            not_called=tuple(tap.name for tap in watch.taps if variants[0].sums and _is_left_out(tap, variants)),
             notes=(
                 *(f"{drift.name}: {drift.failure}" for drift in drifts if drift.failure),
                 *self._notes(variants),
+                *_notes_of_calls(variants),
                 *_notes_of_noise(noise),
             ),
         )
@@ -267,11 +289,11 @@ class Comparison:
 
     @contextmanager
     def _prepared(
-        self, batches: list[Any], policies: Mapping[str, Policy | BoundPolicy]
+        self, batches: list[Any], policies: Mapping[str, Compared]
     ) -> Iterator[tuple[Watch, Precision, list[_Variant]]]:
         """Bind the policies that are not bound, and restore everything afterwards."""
 
-        def bound(policy: Policy | BoundPolicy, name: str) -> BoundPolicy:
+        def bound(policy: Any, name: str) -> BoundPolicy:
             if isinstance(policy, BoundPolicy):
                 policy.check_is_bound()
                 if not policy.is_on(self.model):
@@ -295,9 +317,17 @@ class Comparison:
                     f"reference={self._reference!r} casts weights, which is not possible for FSDP2 units: give a "
                     "policy, or shard weights in float32 and compare with float32"
                 )
+            calls: dict[str, Any] = {name: call for name, call in policies.items() if _is_call(call)}
             variants = [
                 self._variant(name, Precision(self.device, bound(policy, f"policies[{name!r}]")))
                 for name, policy in policies.items()
+                if name not in calls
+            ]
+            if calls and EAGER not in policies:
+                calls = {EAGER: self.model, **calls}
+            as_it_is = Precision(self.device)
+            variants += [
+                _Variant(name, as_it_is, None, {}, LogProbSums(self._band), call=calls[name]) for name in calls
             ]
             if self._vary is not None:
                 variants.append(self._variant(self._vary, reference, self._vary))
@@ -350,10 +380,10 @@ class Comparison:
         modules.sort(
             key=lambda module: (-math.inf if module.effect is None else module.effect, -module.place), reverse=True
         )
-        return PolicyDrift(variant.name, policy, summary, tuple(modules))
+        return PolicyDrift(variant.name, policy, summary, tuple(modules), alone=variant.alone)
 
     def _notes(self, variants: list[_Variant]) -> Iterator[str]:
-        if self._is_compiled:
+        if self._is_compiled and any(variant.call is None for variant in variants):
             yield "compiled modules ran eagerly"
         scripted = [
             name or "(root)" for name, module in named_modules(self.model) if isinstance(module, torch.jit.ScriptModule)
@@ -433,7 +463,7 @@ class _OneBatch:
 
     def run_beside(self, variant: _Variant) -> None:
         """Run the forward of a variant while the tensors of the reference are in memory."""
-        if variant.problem:
+        if variant.problem or variant.call is not None:
             return
         self._start.restore()
         precision, runs = variant.precision, []
@@ -463,11 +493,7 @@ class _OneBatch:
             else:
                 outputs, loss = self._objective.in_parts(batch, variant.parts(size), size, handler)
         variant.losses.append(float(loss.detach()))
-        expected = self._log_probs
-        if expected is not None:
-            log_probs = token_log_probs(outputs, self._batch[1])
-            if log_probs is not None and log_probs.shape == expected.shape:
-                variant.log_probs.add(expected, log_probs)
+        self._add_log_probs(variant, outputs)
         self._runs.append((variant, runs))
 
     def run_backward(self, variants: list[_Variant]) -> None:
@@ -501,6 +527,28 @@ class _OneBatch:
                     sums.lacks_gradient = _NO_GRADIENT
         del self._run, self._loss
         self._runs.clear()
+
+    def run_call(self, variant: _Variant) -> None:
+        """Run a callable instead of the model, and compare its loss and gradients with the reference's."""
+        if variant.problem:
+            return
+        self._start.restore()
+        objective, batch = self._objective.calling(variant.call), fresh(self._batch, variant.precision.cast)
+        with variant.precision.region(), torch.enable_grad(), with_compiler():
+            outputs, loss = objective(batch)
+        variant.losses.append(float(loss.detach()))
+        self._add_log_probs(variant, outputs)
+        if self._with_gradients and self._params and self._gradients and loss.requires_grad:
+            for pair in zip(self._gradients, _gradients(loss, [*self._params]), strict=True):
+                if (comparable := _comparable(*pair, 1.0)) is not None:
+                    variant.gradients.add(*comparable)
+
+    def _add_log_probs(self, variant: _Variant, outputs: Any) -> None:
+        expected = self._log_probs
+        if expected is not None:
+            log_probs = token_log_probs(outputs, self._batch[1])
+            if log_probs is not None and log_probs.shape == expected.shape:
+                variant.log_probs.add(expected, log_probs)
 
     def add_gradients(self, variant: _Variant) -> None:
         """Run the forward and backward of a variant, and compare the gradients of the weights."""
@@ -660,6 +708,13 @@ def _notes_of_noise(noise: PolicyDrift | None) -> Iterator[str]:
             f"{noise.name}: the loss of a batch is not the mean of the losses of its samples (as with a sum, a mean "
             "over tokens, or batch norm in training), so these errors of loss and gradients are not rounding noise"
         )
+
+
+def _notes_of_calls(variants: list[_Variant]) -> Iterator[str]:
+    eager = [variant for variant in variants if variant.call is not None and variant.name == EAGER]
+    for variant in variants:
+        if eager and variant.call is not None and variant is not eager[0] and not variant.problem:
+            yield from which_is_closer(variant.name, variant.gradients.errors(), eager[0].gradients.errors())
 
 
 def mean(values: Sequence[float]) -> float:

@@ -31,3 +31,10 @@ def without_compiler() -> AbstractContextManager[Any]:
     if not is_compiler_loaded():
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]  # torch's
+
+
+def with_compiler() -> AbstractContextManager[Any]:
+    """Return a context, inside one of `without_compiler`, in which compiled code runs compiled."""
+    if not is_compiler_loaded():
+        return nullcontext()
+    return torch.compiler.set_stance("default")  # type: ignore[no-any-return]  # torch's

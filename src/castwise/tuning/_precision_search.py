@@ -18,10 +18,9 @@ from castwise._recipes.recipe import RECIPES, labelled
 from castwise._suggestions import listed, nearest
 from castwise.comparison._call_again import GraphForgottenError, forgetting_graph
 from castwise.comparison._drift import Drift
-from castwise.comparison._objective import Forward, Loss, Objective, first_line, fresh, is_out_of_memory
+from castwise.comparison._objective import Forward, Loss, Objective, Progress, first_line, fresh, is_out_of_memory
 from castwise.comparison._precision_drift import (
     Comparison,
-    Progress,
     mean,
     nonfinite_error,
     relative_loss_error,
