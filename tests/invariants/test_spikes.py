@@ -36,14 +36,15 @@ class Training:
         self.records: list[dict[str, Any]] = []
         options = {"spikes": True, "every": 1000} | options
         with (
-            warnings.catch_warnings(),
+            warnings.catch_warnings(record=True) as warned,
             castwise.Monitor(self.model, self.optimizer, sinks=[self.records.append], **options),
         ):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("always")
             for step in range(1, steps + 1):
                 self.step(fault, step)
                 if between is not None:
                     between(self.model, step)
+        self.warned = [str(warning.message) for warning in warned]
 
     def step(self, fault: str, step: int) -> None:
         x = torch.randint(32, (16, 8))
@@ -140,6 +141,18 @@ def test_a_script_that_always_writes_is_asked_about_it_only_at_first() -> None:
 
     notes = Training(steps=50, between=clamp).broken("written-weights", "note")
     assert [note["step"] for note in notes] == [2]
+
+
+def test_weights_that_are_replaced_or_converted_are_no_writes() -> None:
+    def change(model: nn.Module, step: int) -> None:
+        if step == 10:
+            model[2].weight.data = 1.01 * model[2].weight.data.clone().bfloat16()
+        if step == 20:
+            model.float()
+
+    training = Training(steps=30, between=change)
+    assert training.broken("written-weights", "note") == []
+    assert not any("does not check" in text for text in training.warned)
 
 
 def test_looking_for_spikes_changes_no_bit() -> None:

@@ -99,7 +99,7 @@ class _Group:
             if not self._is_copied:
                 if digest(now) != before:
                     yield name, now, None
-            elif now.shape == before.shape and not torch.equal(_bits(now), _bits(before)):
+            elif (now.shape, now.dtype) == (before.shape, before.dtype) and not torch.equal(_bits(now), _bits(before)):
                 yield name, now, before
 
 
@@ -124,6 +124,7 @@ class WrittenWeights:
         self._parameters, self._exemptions, self._number, self._copies = parameters, exemptions, number, copies
         self._groups: dict[torch.optim.Optimizer, list[_Group]] = {}
         self._guard = Guard("castwise may report weights as written that a script writes on purpose")
+        self._kinds: dict[torch.optim.Optimizer, list[tuple[int, torch.dtype, torch.Size]]] = {}
         self._writes = 0  # steps before which weights were written
         self._found: list[Written] = []
         if not exemptions.has("written-weights"):
@@ -140,13 +141,13 @@ class WrittenWeights:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the weights that a step has left."""
         if self._writes > _HABIT or self._exemptions.has("written-weights"):
-            self._groups.clear()
+            self.stop()
             return
         params = params_of(optimizer)
-        groups = self._groups.get(optimizer)
-        if groups is None or sum(len(group.params) for group in groups) > len(params):
-            groups = self._groups[optimizer] = self._grouped(params)
-        for group in groups:
+        kinds = [(id(param), param.dtype, param.shape) for param in params]
+        if self._kinds.get(optimizer) != kinds:  # at the first step, or the model was changed
+            self._kinds[optimizer], self._groups[optimizer] = kinds, self._grouped(params)
+        for group in self._groups[optimizer]:
             group.take()
 
     @guarded
@@ -164,6 +165,7 @@ class WrittenWeights:
     def stop(self) -> None:
         """Drop all copies."""
         self._groups.clear()
+        self._kinds.clear()
         _WATCHES.discard(self)
 
     def _grouped(self, params: Sequence[torch.Tensor]) -> list[_Group]:
