@@ -43,6 +43,7 @@ DEFINITIONS = {
         *("10 minutes", "10 seconds"),  # limits: between ranks of one launch, and from SIGTERM to the end
         "a second",  # model, launch
     },
+    "docs/reference/invariants.md": {"1.48 times", "1.5 times"},  # a sigma, and a jump of the learning rate
     "docs/reference/formats.md": {
         "64 times",
         "a second",
