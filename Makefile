@@ -66,6 +66,7 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.fidelity
 	$(BIN)/python -m benchmarks.fault_finding
 	$(BIN)/python -m benchmarks.planted_precision
+	$(BIN)/python -m benchmarks.planted_spikes
 	$(BIN)/python -m benchmarks.tune
 	$(BIN)/python -m benchmarks.recipes
 	$(BIN)/python -m benchmarks.gradient_exponents

@@ -19,6 +19,7 @@ TABLES = {
     "recipes": "recipes-cpu",
     "fault_finding": "fault_finding-cpu",
     "planted_precision": "planted_precision-cpu",
+    "planted_spikes": "planted_spikes-cpu",
     "tune": "tune-cpu",
     "core_coverage": "coverage",
     "foreign.report": "foreign-cpu",

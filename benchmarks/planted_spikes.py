@@ -1,0 +1,376 @@
+"""Plant faults in small bf16 runs, and see whether castwise finds the spike of the loss and names its cause.
+
+    python -m benchmarks.planted_spikes [--seeds 2] [--healthy 300]
+
+A byte-level GPT and a CNN are trained in bf16 autocast, with AdamW and SGD, with and without clipping, accumulation and
+warm-up. Each fault is planted in a run of its own, which is the same as its healthy twin until then, 220 steps. Sigmas
+are those of the twin: how far the fault raises the loss over the run's own noise. Writes
+benchmarks/results/planted_spikes-cpu.json and the table in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import math
+import os
+import random
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import castwise
+from benchmarks import recording
+from castwise._invariants.checks import Checks
+
+WARM, ONSET, STEPS = 150, 70, 84
+"""Steps without a monitor, then the step of the fault under one, and the last."""
+LENGTH, WIDTH = 16, 32
+TEXT = torch.frombuffer(bytearray(Path(os.__file__).read_bytes()), dtype=torch.uint8).long()
+IMAGES = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(7))
+
+
+class Config(NamedTuple):
+    """What is trained, and how."""
+
+    model: str
+    optimizer: str
+    clips: bool
+    micro_batches: int
+    warms_up: bool
+    seed: int
+
+
+class Block(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the output."""
+        heads = [part.view(len(x), LENGTH, 4, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).split(WIDTH, 2)]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    """A small model of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
+        self.head = nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the output."""
+        return self.head(self.blocks(self.tokens(x) + self.places.weight)).flatten(0, 1)
+
+
+def cnn() -> nn.Module:
+    """Return a small model of images of 8x8 pixels."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten(),
+        nn.Linear(288, 10),
+    )  # fmt: skip
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Run:
+    """A run of a configuration, with a fault or healthy."""
+
+    def __init__(self, config: Config, fault: str = "") -> None:
+        torch.manual_seed(config.seed)
+        self.config, self.fault = config, fault
+        self.draw = torch.Generator().manual_seed(100 + config.seed)
+        self.planted = random.Random(f"{config} {fault}")
+        self.model = GPT() if config.model == "GPT" else cnn()
+        kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[config.optimizer]
+        self.rate = 2e-3 if config.optimizer == "AdamW" else 0.05
+        more = {} if config.optimizer == "AdamW" else {"momentum": 0.9}
+        self.optimizer = kind(self.model.parameters(), lr=self.rate, **more)
+        self.losses: list[float] = []
+        self.parameter = ""
+        self.done = 0
+
+    def save(self) -> Any:
+        """Return a copy of the state."""
+        return copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict(), self.draw.get_state(), self.done))
+
+    def load(self, state: Any) -> Run:
+        """Go on from a state; returns the run."""
+        model, optimizer, draw, self.done = copy.deepcopy(state)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.draw.set_state(draw)
+        return self
+
+    def batch(self) -> Batch:
+        """Draw a micro-batch."""
+        rows = 16 // self.config.micro_batches
+        if self.config.model == "CNN":
+            y = torch.randint(10, (rows,), generator=self.draw)
+            return IMAGES[y] + 1.5 * torch.randn(rows, 1, 8, 8, generator=self.draw), y
+        begins = torch.randint(len(TEXT) - LENGTH - 1, (rows,), generator=self.draw).tolist()
+        x, y = (torch.stack([TEXT[i + by : i + by + LENGTH] for i in begins]) for by in (0, 1))
+        return x, y.flatten()
+
+    def step(self, number: int) -> None:
+        """Take a step, with the fault if it is its turn."""
+        rate = self.rate * (min(1.0, (self.done + number) / 30) if self.config.warms_up else 1.0)
+        is_fault = number == ONSET
+        if self.fault.startswith("rate") and ONSET <= number < ONSET + 3:
+            rate *= float(self.fault.split()[-1])
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        batches = [self.batch() for _ in range(self.config.micro_batches)]
+        if is_fault and self.fault.startswith("batch"):
+            batches = [self.bad(*batch) for batch in batches]
+        if self.fault == "data" and number >= ONSET:
+            batches = [self.shifted(*batch) for batch in batches]
+        if is_fault:
+            self.plant()
+        losses = []
+        for x, y in batches:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = functional.cross_entropy(self.model(x), y) / len(batches)
+            loss.backward()
+            losses.append(loss.item())
+        if is_fault and self.fault == "gradient element":
+            name, param = self.matrix()
+            self.parameter = name
+            index = int(param.grad.flatten().nonzero()[self.planted.randrange(param.grad.count_nonzero().item())])
+            param.grad.view(-1)[index] *= 1e6
+        if self.config.clips:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(sum(losses))
+
+    def bad(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
+        """Return a bad batch instead of one."""
+        kind, draw = self.fault.split()[-1], torch.Generator().manual_seed(self.config.seed)
+        classes = 10 if self.config.model == "CNN" else 256
+        if kind == "labels":
+            return x, torch.randint(classes, y.shape, generator=draw)
+        if kind == "constant":
+            return torch.full_like(x, 7), torch.randint(classes, y.shape, generator=draw)
+        if kind == "padding":
+            return torch.zeros_like(x), torch.zeros_like(y)
+        return x, y.new_full(y.shape, -100).index_fill_(0, torch.tensor([0]), 3)  # one valid target
+
+    def shifted(self, x: torch.Tensor, y: torch.Tensor) -> Batch:
+        """Return a batch of other data instead of one."""
+        return (x ^ 128, y ^ 128) if self.config.model == "GPT" else (x, (y + 1) % 10)
+
+    def matrix(self) -> tuple[str, torch.Tensor]:
+        """Draw a parameter."""
+        return self.planted.choice([pair for pair in self.model.named_parameters() if pair[1].dim() >= 2])
+
+    def plant(self) -> None:
+        """Write weights."""
+        if not self.fault.startswith(("weights", "bit")):
+            return
+        self.parameter, param = self.matrix()
+        if self.fault.startswith("weights"):
+            param.data.mul_(float(self.fault.split()[-1]))
+            return
+        bits = param.data.view(-1).view(torch.int32)
+        index = self.planted.randrange(len(bits))
+        bits[index] ^= 1 << (30 if self.fault == "bit 30" else 23)
+
+
+FAULTS = {
+    **dict.fromkeys(("batch labels", "batch constant", "batch padding", "batch target"), "batch"),
+    "data": "unknown",
+    **dict.fromkeys(("rate 10", "rate 100"), "learning rate"),
+    **dict.fromkeys(("weights 3", "weights 30"), "written weights"),
+    **dict.fromkeys(("bit 30", "bit 23"), "flipped bit"),
+    "gradient element": "gradient element",
+}
+"""The faults, with the cause that is to be named."""
+
+
+def watched(run: Run, steps: int) -> list[dict[str, Any]]:
+    """Train under a monitor that looks for spikes, and return what it reports."""
+    records: list[dict[str, Any]] = []
+    with castwise.Monitor(run.model, run.optimizer, every=10**6, sinks=[records.append], spikes=True):
+        for number in range(1, steps + 1):
+            run.step(number)
+            if not math.isfinite(run.losses[-1]):
+                break
+    return [record for record in records if record["kind"] == "invariant"]
+
+
+def branch(config: Config, fault: str, state: Any, healthy: list[float]) -> dict[str, Any]:
+    """Return what became of a fault: its size in sigmas, and what was reported of it."""
+    run = Run(config, fault).load(state)
+    reported = watched(run, STEPS)
+    usual = [math.log(max(loss, 1e-30)) for loss in healthy[: ONSET - 1][-64:]]
+    middle = median(usual)
+    noise = max(1.4826 * median(abs(value - middle) for value in usual), 0.02)
+    rises = [
+        math.inf if not math.isfinite(loss) else math.log(max(loss, 1e-30) / max(twin, 1e-30)) / noise
+        for loss, twin in zip(run.losses[ONSET - 1 :], healthy[ONSET - 1 :], strict=False)
+    ]
+    spikes = [record for record in reported if (record["name"], record["severity"]) == ("loss-spike", "warning")]
+    step = int(spikes[0]["text"].split(" at step ")[1].split(",")[0]) if spikes else None
+    first = next((index for index, rise in enumerate(rises) if rise > 8.0), None)
+    written = [record for record in reported if record["name"] == "written-weights"]
+    named = spikes[0]["parameters"] if spikes else []
+    return {
+        "fault": fault,
+        "sigmas": max(rises),
+        "found": step is not None,
+        "delay": None if step is None or first is None else step - ONSET - first,
+        "cause": spikes[0]["text"].split("Cause: ")[1].split(". ")[0] if spikes else None,
+        "right_parameter": named == [run.parameter],
+        "right_event": any(record["parameters"] == [run.parameter] for record in written),
+    }
+
+
+def summarized(branches: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return counts over the branches of a fault."""
+    large = [each for each in branches if 8.0 <= each["sigmas"] < math.inf]  # of an inf another check tells
+    found = [each for each in large if each["found"]]
+    cause = FAULTS[branches[0]["fault"]]
+    return {
+        "branches": len(branches),
+        "median_sigmas": median(min(each["sigmas"], 999.0) for each in branches),
+        "not_finite": sum(each["sigmas"] == math.inf for each in branches),
+        "large": len(large),
+        "found": len(found),
+        "largest_delay": max((each["delay"] for each in found if each["delay"] is not None), default=None),
+        "cause": cause,
+        "right_cause": sum(each["cause"] == cause for each in found),
+        "right_parameter": sum(each["right_parameter"] for each in found),
+        "right_event": sum(each["right_event"] for each in branches),
+    }
+
+
+def cost(spikes: bool) -> dict[str, float]:
+    """Return the processor time of castwise's checks in a step of the GPT, and of the step, in milliseconds."""
+    spent = [0.0]
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                spent[0] += time.process_time() - began
+
+        return call
+
+    run, names = Run(Config("GPT", "AdamW", True, 1, False, 0)), ("before_step", "after_step", "step_known", "forward")
+    kept = {name: getattr(Checks, name) for name in names}
+    times: list[tuple[float, float]] = []
+    try:
+        for name, method in kept.items():
+            setattr(Checks, name, timed(method))
+        options: dict[str, Any] = {"spikes": True} if spikes else {"invariants": True, "on_nonfinite": "diagnose"}
+        with castwise.Monitor(run.model, run.optimizer, every=10**6, **options):
+            for number in range(1, 201):
+                spent[0], began = 0.0, time.process_time()
+                run.step(number)
+                times.append((spent[0], time.process_time() - began))
+    finally:
+        for name, method in kept.items():
+            setattr(Checks, name, method)
+    inside, whole = (sum(each[index] for each in times[50:]) for index in (0, 1))
+    count = len(times[50:]) / 1000.0
+    return {"checks_ms": inside / count, "step_ms": whole / count, "share": inside / (whole - inside)}
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the tables of a record."""
+    healthy, small = record["healthy"], record["below_4_sigmas"]
+    rows = [
+        recording.headline(record["machine"]),
+        "",
+        "| fault | planted | sigmas (median) | at least 8 sigmas | of these found | steps late | cause named "
+        "| parameter named | write or bit named, any size |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for fault, found in record["faults"].items():
+        late = "-" if found["largest_delay"] is None else f"{found['largest_delay']}"
+        has_parameter = fault.startswith(("weights", "bit", "gradient"))
+        parameter = f"{found['right_parameter']}" if has_parameter else "-"
+        event = f"{found['right_event']}" if fault.startswith(("weights", "bit")) else "-"
+        rows.append(
+            f"| {fault} | {found['branches']} | {found['median_sigmas']:.1f} | {found['large']} | {found['found']} "
+            f"| {late} | {found['right_cause']} | {parameter} | {event} |"
+        )
+    rows += [
+        "",
+        f"False alarms in healthy runs: {healthy['alarms']} in {healthy['steps']:,} steps of {healthy['runs']} runs. "
+        f"Of {small['branches']} faults below 4 sigmas, {small['found']} were found as spikes.",
+        "",
+        "| checks | processor time in a step, ms | of a step of the GPT without them |",
+        "|---|---|---|",
+        *(
+            f"| {name} | {cost['checks_ms']:.3f} | {100.0 * cost['share']:.1f}% |"
+            for name, cost in record["cost"].items()
+        ),
+    ]
+    return "\n".join(rows)
+
+
+def configs(seeds: int) -> Iterator[Config]:
+    """Yield configurations of both models and optimizers; clipping, accumulation and warm-up alternate."""
+    for number, (model, optimizer, seed) in enumerate(
+        itertools.product(("GPT", "CNN"), ("AdamW", "SGD"), range(seeds))
+    ):
+        yield Config(model, optimizer, number % 2 == 0, 1 + number // 2 % 2, number // 4 % 2 == 0, seed)
+
+
+def main() -> None:
+    """Plant, measure and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--healthy", type=int, default=300, help="steps of each healthy run")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    branches: list[dict[str, Any]] = []
+    steps = runs = alarms = 0
+    for config in configs(options.seeds):
+        healthy = Run(config)
+        for number in range(1, WARM + 1):
+            healthy.step(number)
+        healthy.done, healthy.losses = WARM, []
+        state = healthy.save()
+        reported = watched(healthy, options.healthy)
+        runs, steps = runs + 1, steps + options.healthy
+        alarms += sum((each["name"], each["severity"]) == ("loss-spike", "warning") for each in reported)
+        alarms += sum(each["name"] == "written-weights" for each in reported)
+        branches += [branch(config, fault, state, healthy.losses) for fault in FAULTS]
+        print(config, len(branches), alarms, flush=True)
+    small = [each for each in branches if each["sigmas"] < 4.0]
+    found = {
+        "machine": recording.machine(),
+        "healthy": {"runs": runs, "steps": steps, "alarms": alarms},
+        "faults": {fault: summarized([each for each in branches if each["fault"] == fault]) for fault in FAULTS},
+        "below_4_sigmas": {"branches": len(small), "found": sum(each["found"] for each in small)},
+        "cost": {"default": cost(False), "spikes": cost(True)},
+    }
+    recording.write("planted_spikes-cpu", found, table(found))
+
+
+if __name__ == "__main__":
+    main()
