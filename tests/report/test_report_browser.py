@@ -69,9 +69,9 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """302 modules in 60 samples."""
+    """302 modules in 16 samples."""
     folder = tmp_path_factory.mktemp("large")
-    return write_report([recorded.large(folder / "run")], folder / "report.html")
+    return write_report([recorded.large(folder / "run", samples=16)], folder / "report.html")
 
 
 CULPRIT = "model.decoder.layers.25.attention.o_proj"
