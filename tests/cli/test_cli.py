@@ -161,7 +161,9 @@ def test_names_on_the_command_line_are_those_of_the_library() -> None:
 @pytest.mark.parametrize("name", GROUP.commands)
 def test_each_command_has_an_example_that_it_understands(name: str) -> None:
     command = GROUP.commands[name]
-    program, called, *arguments = shlex.split(command.epilog.removeprefix("Example: ").strip("`").partition(" > ")[0])
+    program, called, *arguments = shlex.split(
+        command.epilog.splitlines()[0].removeprefix("Example: ").strip("`").partition(" > ")[0]
+    )
     assert (program, called) == ("castwise", name)
     command.make_context(name, arguments)
 

@@ -88,6 +88,22 @@ Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on
 * 130: Ctrl-C
 """
 
+_RUN_EPILOG = """\
+Example: `castwise run --policy fp16_stable train.py --lr 3e-4`
+
+What it prints of a loss that turned NaN (shortened):
+
+```text
+castwise: critical: Training is lost from step 87 on: ...
+          Step 87: In the forward, aten.div gives nan, at train.py:22.
+              hidden = hidden / hidden.norm(dim=-1, keepdim=True)
+          Sample 5 of the batch, dataset[1574].
+          Check for divisors that are 0, and add an epsilon.
+          Tried on the batch of step 87: finite without sample 5.
+castwise: report: castwise-run/20261126-013750-3357/report.html
+```
+"""
+
 app = typer.Typer(
     cls=_Commands,
     pretty_exceptions_enable=False,
@@ -108,7 +124,7 @@ app.command(
     cls=_Command,
     # `run` itself rejects unknown options, so that its message can say where they belong.
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-    epilog="Example: `castwise run --policy fp16_stable train.py --lr 3e-4`",
+    epilog=_RUN_EPILOG,
 )(run)
 app.command(cls=_Command, epilog="Example: `castwise trace --model models/gpt.py:make --input 8x128:int64`")(trace)
 app.command(
