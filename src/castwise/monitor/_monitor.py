@@ -376,12 +376,14 @@ class Monitor:
     def _on_fault(self, optimizer: torch.optim.Optimizer, checked: Checked) -> None:
         """Replay the batch of a step without a scaler, while the weights are those of its forward."""
         iteration = self._iterations.current
-        WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
         if iteration is None or self._recording is None:
+            WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
             return
         iteration.note_batches(optimizer, self._recording.take())  # those of a closure
         facts = StepFacts(self._numbers.next, optimizer, 1.0, skipped=True, cause=checked.cause)
-        self._diagnosed(facts, iteration.batches[optimizer])
+        diagnosis = self._diagnosed(facts, iteration.batches[optimizer])
+        if not _is_explained(diagnosis):
+            WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
 
     @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -416,8 +418,9 @@ class Monitor:
         iteration = self._iterations.note_facts(optimizer, facts)
         batches = None if iteration is None else iteration.batches.pop(optimizer, None)
         if self._steps.is_scaled:
-            WATCH.judged(facts.loss, facts.cause is None)
             diagnosis = self._diagnosed(facts, batches)
+            if not _is_explained(diagnosis):
+                WATCH.judged(facts.loss, facts.cause is None)
         else:  # `_on_fault` has replayed them
             diagnosis = None if batches is None else batches.diagnosis
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
@@ -523,6 +526,11 @@ class Monitor:
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(optimizer is one for one in self._optimizers)
+
+
+def _is_explained(diagnosis: Diagnosis | None) -> bool:
+    """Return True if an op is known that made the loss infinite; a sum may have got it from what is not trained."""
+    return diagnosis is not None and diagnosis.op not in {"", "aten.add", "aten.sum", "aten.mean"}
 
 
 def check_every(every: int) -> None:

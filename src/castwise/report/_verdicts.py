@@ -19,12 +19,12 @@ __all__ = ["Advice", "Severity", "Verdict", "verdict"]
 
 _OF_STEPS = (
     step_advice.divergence,
+    fault_advice.nothing_learned,  # of which spikes of the loss are a consequence
     invariant_advice.broken_invariants,
     step_advice.lost_weights,
     step_advice.poisoned_weights,
     fault_advice.taken_steps,
     fault_advice.skipped_gradients,
-    fault_advice.nothing_learned,
     step_advice.collapse,
     step_advice.bad_losses,
     step_advice.overflows,

@@ -1,0 +1,117 @@
+"""Run broken scripts and their healthy twins under castwise, and judge the answers.
+
+    python -m benchmarks.broken_scripts
+
+Each script in benchmarks/broken names its cause and remedy in the docstring, and marks the line with the fault. With
+BROKEN=0 it is its own healthy twin. Writes benchmarks/results/broken_scripts-cpu.json and the table in
+benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import runpy
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+import castwise
+from benchmarks import recording
+from benchmarks.recording import headline
+from castwise.monitor._run_files import read_runs
+from castwise.report._summary import Summary
+
+FOLDER = Path(__file__).parent / "broken"
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    scripts = {path.stem: judged(path) for path in sorted(FOLDER.glob("*.py"))}
+    record = {"machine": recording.machine(), "scripts": scripts}
+    recording.write("broken_scripts-cpu", record, table(record))
+    print(table(record))
+
+
+def judged(path: Path) -> dict[str, Any]:
+    """Run a script and its twin, and compare the answers with what the script says of itself."""
+    lines = path.read_text().splitlines()
+    expected = {key: _named(lines, key) for key in ("Cause", "Remedy")}
+    marked = [number for number, line in enumerate(lines, 1) if line.endswith("# <- fault")]
+    broken, healthy = answer(path, is_broken=True), answer(path, is_broken=False)
+    text = broken["text"].lower()
+    places = [int(number) for number in re.findall(rf"{path.name}:(\d+)", broken["text"])]
+    return {
+        "fault": lines[0].strip('"'),
+        "cause": expected["Cause"].lower() in text and broken["is_reported"],
+        "line": marked[0] in places if marked else None,
+        "remedy": expected["Remedy"].lower() in text if expected["Remedy"] else None,
+        "false_alarm": healthy["is_reported"],
+        "seconds": broken["seconds"],
+    }
+
+
+def answer(path: Path, *, is_broken: bool) -> dict[str, Any]:
+    """Run a script in a forked process, and return what the summary of its run says."""
+    read, write = os.pipe()
+    began = time.perf_counter()
+    if not os.fork():
+        os.close(read)
+        with contextlib.suppress(BaseException):
+            os.write(write, json.dumps(_watched(path, is_broken)).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        found = json.loads(pipe.read() or '{"text": "", "is_reported": false}')
+    os.wait()
+    return {**found, "seconds": time.perf_counter() - began}
+
+
+def _watched(path: Path, is_broken: bool) -> dict[str, Any]:
+    os.environ["BROKEN"] = str(int(is_broken))
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        castwise.install(folder, on_nonfinite="diagnose")
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                runpy.run_path(str(path), run_name="__main__")
+        finally:
+            castwise.uninstall()
+        summary = Summary.of(read_runs([folder]))
+    first = summary.first_finding
+    is_reported = bool(summary.mistakes) or (first is not None and first.severity in {"critical", "warning"})
+    texts = [*summary.lines(), *(mistake.corrected for mistake in summary.mistakes)]
+    return {"text": " ".join(" ".join(texts).split()), "is_reported": is_reported}
+
+
+def _named(lines: list[str], key: str) -> str:
+    return next(line.removeprefix(f"{key}: ").strip() for line in lines if line.startswith(f"{key}:")).removeprefix(
+        f"{key}:"
+    )
+
+
+def table(record: dict[str, Any]) -> str:
+    scripts = record["scripts"]
+    shown = {True: "yes", False: "**no**", None: "-"}
+    rows = [
+        f"| {one['fault']} | {shown[one['cause']]} | {shown[one['line']]} | {shown[one['remedy']]} | "
+        f"{'**yes**' if one['false_alarm'] else 'no'} | {one['seconds']:.1f} |"
+        for one in scripts.values()
+    ]
+    right = sum(False not in (one["cause"], one["line"], one["remedy"]) for one in scripts.values())
+    alarms = sum(one["false_alarm"] for one in scripts.values())
+    total = f"{right} of {len(scripts)} answered in full; false alarms for {alarms} of {len(scripts)} healthy twins."
+    head = ["| script | cause | line | remedy | false alarm | seconds |", "|---|---|---|---|---|---|"]
+    return "\n".join([headline(record["machine"]), "", *head, *rows, "", total])
+
+
+if __name__ == "__main__":
+    main()
