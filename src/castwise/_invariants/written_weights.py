@@ -103,6 +103,39 @@ class _Group:
                 yield name, now, before
 
 
+class _JoinedGroup:
+    """Small contiguous weights of one dtype, whose values are kept in one tensor.
+
+    Args:
+        params: The weights by name.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+        self.params = params
+        self._before: torch.Tensor | None = None
+
+    def take(self) -> None:
+        """Keep what the weights are now."""
+        self._before = self._joined()
+
+    def differing(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """Yield the names of weights that are not what was kept, with what they are, and what they were."""
+        before, now = self._before, self._joined()
+        if before is None or now.shape != before.shape or torch.equal(_bits(now), _bits(before)):
+            return
+        begin = 0
+        for name, param in self.params.items():
+            end = begin + param.numel()
+            new, old = param.detach().reshape(-1), before[begin:end]
+            if new.dtype == old.dtype and not torch.equal(_bits(new), _bits(old)):
+                yield name, new, old
+            begin = end
+
+    @torch.no_grad()
+    def _joined(self) -> torch.Tensor:
+        return torch.cat([param.reshape(-1) for param in self.params.values()])
+
+
 class WrittenWeights:
     """Compares the weights of optimizers before each step with what they were after the one before. On a CPU.
 
@@ -122,7 +155,7 @@ class WrittenWeights:
         copies: bool,
     ) -> None:
         self._parameters, self._exemptions, self._number, self._copies = parameters, exemptions, number, copies
-        self._groups: dict[torch.optim.Optimizer, list[_Group]] = {}
+        self._groups: dict[torch.optim.Optimizer, list[_Group | _JoinedGroup]] = {}
         self._guard = Guard("castwise may report weights as written that a script writes on purpose")
         self._kinds: dict[torch.optim.Optimizer, list[tuple[int, torch.dtype, torch.Size]]] = {}
         self._writes = 0  # steps before which weights were written
@@ -168,17 +201,24 @@ class WrittenWeights:
         self._kinds.clear()
         _WATCHES.discard(self)
 
-    def _grouped(self, params: Sequence[torch.Tensor]) -> list[_Group]:
+    def _grouped(self, params: Sequence[torch.Tensor]) -> list[_Group | _JoinedGroup]:
         names = {id(param): name for name, param in self._parameters().items()}
+        joined: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         copied: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         digested: dict[str, torch.Tensor] = {}
         for number, param in enumerate(params):
             name = names.get(id(param), f"parameter {number}")
             if _can_compare(param) and not self._exemptions.has("written-weights", name):
-                is_copied = self._copies or param.numel() <= _SMALL
-                (copied.setdefault(param.dtype, {}) if is_copied else digested)[name] = param
-        groups = [_Group(group, is_copied=True) for group in copied.values()]
-        return groups + ([_Group(digested, is_copied=False)] if digested else [])
+                is_small = param.numel() <= _SMALL
+                if is_small and not hasattr(param, "to_local") and param.is_contiguous():
+                    joined.setdefault(param.dtype, {})[name] = param
+                elif is_small or self._copies:
+                    copied.setdefault(param.dtype, {})[name] = param
+                else:
+                    digested[name] = param
+        groups: list[_Group | _JoinedGroup] = [_JoinedGroup(group) for group in joined.values()]
+        groups += [_Group(group, is_copied=True) for group in copied.values()]
+        return [*groups, _Group(digested, is_copied=False)] if digested else groups
 
     def _differing(self, optimizer: torch.optim.Optimizer) -> Iterator[Written]:
         for group in self._groups.get(optimizer, ()):
