@@ -72,7 +72,7 @@ class Python:
         stdout, stderr = (file.read_text() for file in self._files)
         return stdout, stderr
 
-    def communicate(self, timeout: float = 120.0) -> tuple[str, str]:
+    def communicate(self, timeout: float = 600.0) -> tuple[str, str]:
         """Wait for the end; returns stdout and stderr."""
         self._process.join(timeout)
         if self.returncode is None:
@@ -117,7 +117,7 @@ def _python(arguments: list[str], folder: str, environment: dict[str, str], file
         become(lambda: runpy.run_path(script, run_name="__main__"), arguments, *files)
 
 
-def on_ranks(count: int, arguments: Sequence[object], folder: Path | None = None, timeout: float = 120.0) -> list[str]:
+def on_ranks(count: int, arguments: Sequence[object], folder: Path | None = None, timeout: float = 600.0) -> list[str]:
     """Run `python ARGUMENTS` on so many ranks, without torchrun; returns what each has printed.
 
     Raises:

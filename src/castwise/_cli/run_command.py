@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -139,10 +140,13 @@ def _exemptions(options: Iterable[str]) -> dict[str, list[str]]:
 
 def _check_folder(out: Path) -> None:
     try:
-        if out.exists() and not out.is_dir():
-            raise UserError(f"--out must be a folder, but {out} is a file")
+        mode = out.stat().st_mode  # `exists` hides all errors since Python 3.14
+    except FileNotFoundError:
+        return
     except OSError as error:  # such as a name that is too long
         raise UserError(f"--out {out}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise UserError(f"--out must be a folder, but {out} is a file")
 
 
 def _check_name(option: str, given: str, known: Iterable[str]) -> None:
