@@ -12,7 +12,7 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["tests", "lint", "docs", "build"]
 nox.options.reuse_existing_virtualenvs = True
 
-PYTHONS = ["3.10", "3.11", "3.12", "3.13"]
+PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
 def _install(session: nox.Session, *what: str) -> None:

@@ -104,7 +104,7 @@ def test_licence_and_classifiers(about: metadata.PathDistribution) -> None:
     classifiers = facts.get_all("Classifier") or []
     assert not [line for line in classifiers if line.startswith("License")]  # PEP 639: it would contradict
     minors = [line.rpartition(" ")[2] for line in classifiers if re.search(r"Python :: 3\.\d+$", line)]
-    assert minors == ["3.10", "3.11", "3.12", "3.13"]
+    assert minors == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert facts["Requires-Python"] == f">={minors[0]}"
     assert "Typing :: Typed" in classifiers
 
