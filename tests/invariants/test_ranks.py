@@ -52,7 +52,8 @@ def test_what_ranks_break_is_named_within_two_checks(run: str, printed: dict[str
 def test_of_ranks_that_may_differ_nothing_is_said(printed: dict[str, list[Any]]) -> None:
     correct = {run: broken for run, broken in printed.items() if run.startswith("correct")}
     assert len(correct) == 7
-    assert not any(correct.values()), correct
+    # An average that is written into the weights is a note.
+    assert [each for broken in correct.values() for each in broken if each[2] != "note"] == []
 
 
 @pytest.fixture
