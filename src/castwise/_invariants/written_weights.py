@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from castwise.amp._gradients import params_of
 
 _SMALL = 1 << 16  # elements: a copy of such weights costs less than their digests
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EVERY = (
+    8  # steps before one of which weights are compared by default: to keep and compare them costs as much as a norm
+)
 _HABIT = 3  # steps before which a script writes weights that do so by intent
 _WATCHES: WeakSet[WrittenWeights] = WeakSet()
 
@@ -137,13 +141,14 @@ class _JoinedGroup:
 
 
 class WrittenWeights:
-    """Compares the weights of optimizers before each step with what they were after the one before. On a CPU.
+    """Compares the weights of optimizers before steps with what they were after the one before. On a CPU.
 
     Args:
         parameters: Returns the model's parameters by name.
         exemptions: What is not compared.
         number: Returns the number of the next step.
-        copies: Whether to keep a copy of all weights, which tells the element and the bit, and not only of small ones.
+        copies: Whether to compare before each step and not only before every eighth, and to keep a copy of all weights,
+            which tells the element and the bit, and not only of small ones.
     """
 
     def __init__(
@@ -158,6 +163,7 @@ class WrittenWeights:
         self._groups: dict[torch.optim.Optimizer, list[_Group | _JoinedGroup]] = {}
         self._guard = Guard("castwise may report weights as written that a script writes on purpose")
         self._kinds: dict[torch.optim.Optimizer, list[tuple[int, torch.dtype, torch.Size]]] = {}
+        self._steps: Counter[torch.optim.Optimizer] = Counter()
         self._writes = 0  # steps before which weights were written
         self._found: list[Written] = []
         if not exemptions.has("written-weights"):
@@ -172,9 +178,12 @@ class WrittenWeights:
         return found
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keep the weights that a step has left."""
+        """Keep the weights that a step has left, if they are compared before the next one."""
+        self._steps[optimizer] += 1
         if self._writes > _HABIT or self._exemptions.has("written-weights"):
             self.stop()
+            return
+        if not self._is_compared(optimizer):
             return
         params = params_of(optimizer)
         kinds = [(id(param), param.dtype, param.shape) for param in params]
@@ -187,6 +196,10 @@ class WrittenWeights:
     def look(self) -> None:
         """Look for writes before some that are expected; the next step reports them."""
         self._found += [written for optimizer in self._groups for written in self._differing(optimizer)]
+
+    def _is_compared(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if the weights are compared before the next step."""
+        return self._copies or (self._steps[optimizer] + 1) % _EVERY == 0
 
     @guarded
     def take_again(self) -> None:
@@ -221,7 +234,7 @@ class WrittenWeights:
         return [*groups, _Group(digested, is_copied=False)] if digested else groups
 
     def _differing(self, optimizer: torch.optim.Optimizer) -> Iterator[Written]:
-        for group in self._groups.get(optimizer, ()):
+        for group in self._groups.get(optimizer, ()) if self._is_compared(optimizer) else ():
             for name, now, before in group.differing():
                 yield _written(self._number(), name, now, before)
 
