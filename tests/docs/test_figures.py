@@ -59,7 +59,8 @@ DEFINITIONS = {
     "docs/explanation/recipes.md": {"1 x", "128 x"},  # blocks that share a scale
     "docs/howto/replay.md": {"256 MiB"},  # the limit of a capsule
     "docs/tutorials/lora.md": {"0.5%", "64 KiB"},  # what a region of a WeightCache compares at most
-    "docs/explanation/testing.md": {"95%", "200 times"},  # what `make coverage` and a command ask for
+    # What `make coverage` and a command ask for, and the limit of a test.
+    "docs/explanation/testing.md": {"95%", "200 times", "120 s"},
     "docs/explanation/master-weights.md": {"0.1%", "a second"},  # 1 - beta2; moment
     "docs/tutorials/less-memory.md": {"4 MiB", "64 MiB"},  # sizes of a bucket of MasterWeights
     "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
