@@ -170,8 +170,8 @@ BENCHMARK = Benchmark(
     "for bit. With one micro-batch per step there is no cast to save. On a CPU, that row mostly measures how malloc "
     "frees and allocates gradients, so it changes with the number of threads and the settings of malloc. With torch "
     "2.13 and 2.15, a forward runs the same ops and Python functions, and its CPU time compared with the model in bf16 "
-    "is the same. On a busy machine, it is torch.autocast that takes longer, because it reads all weights in fp32 "
-    "and writes them in bf16 for every forward.",
+    "is about the same. On a busy machine, it is torch.autocast that takes longer, because it reads all weights in "
+    "fp32 and writes them in bf16 for every forward.",
     quick=Plan(rounds=Rounds(9, QUICK_S), batches=(1,), micro_batches=(1,)),
     full=Plan(rounds=Rounds(25)),
     measure=measure,
