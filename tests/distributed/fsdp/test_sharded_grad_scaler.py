@@ -31,15 +31,21 @@ SPLITS = [
 KINDS = ["for-loop", "foreach", "fused"]
 CLIPS = ["no clip", "clip"]
 FAULTS = ["none", "NaN loss of rank 0", "inf in a gradient of rank 0", "inf in a gradient of the last rank"]
-CASES = [
-    case
-    for case in itertools.product(SPLITS, KINDS, CLIPS, FAULTS)
-    # torch's foreach and fused optimizers refuse DTensors beside plain tensors.
-    if case[0] != "replicated, sharded and plain" or case[1] == "for-loop"
-]
+SPLITS_OF_FOUR = ["FSDP2 x TP", "HSDP", "FSDP1 HSDP", "FSDP2", "DDP"]
 
 
-CASES_OF_FOUR = list(itertools.product(["FSDP2 x TP", "HSDP", "FSDP1 HSDP", "FSDP2", "DDP"], KINDS, CLIPS, FAULTS))
+def cases_of(splits: list[str]) -> list[tuple[str, str, str, str]]:
+    """Return the cases that are run, as in worker.py."""
+
+    def is_run(split: str, kind: str) -> bool:
+        if split == "replicated, sharded and plain":  # torch's foreach and fused optimizers refuse that
+            return kind == "for-loop"
+        return kind != "for-loop" or split in ("DDP", "FSDP2")
+
+    return [case for case in itertools.product(splits, KINDS, CLIPS, FAULTS) if is_run(*case[:2])]
+
+
+CASES, CASES_OF_FOUR = cases_of(SPLITS), cases_of(SPLITS_OF_FOUR)
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +132,10 @@ def test_when_a_rank_dies_the_others_raise_and_have_not_stepped(kind: str, tmp_p
     assert not survivor["stepped"]
 
 
-def test_one_hundred_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
+def test_fifty_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
     for rank in run(WORKER, 2, tmp_path / "store", "lockstep"):
         assert {case: result["difference"] for case, result in rank.items()} == dict.fromkeys(rank)
-        assert all(result["skipped"] > 15 for result in rank.values())
+        assert all(result["skipped"] > 7 for result in rank.values())
 
 
 def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path: Path) -> None:
