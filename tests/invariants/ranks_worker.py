@@ -219,7 +219,8 @@ def correct_and_one_rank_not_watched() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    warnings.simplefilter("ignore")
+    for category in (UserWarning, RuntimeWarning):
+        warnings.simplefilter("ignore", category)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     names = [name for name, value in globals().items() if callable(value) and _is_run(value)]
