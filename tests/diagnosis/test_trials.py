@@ -112,6 +112,7 @@ def test_a_row_of_a_weight_is_tried_without_it_and_put_back() -> None:
 
 def test_trials_change_nothing() -> None:
     torch.manual_seed(0)  # a small random number would not overflow
+
     def function(x: Tensor) -> Tensor:
         return x.mul_(torch.rand(())) * 300 * 300  # writes to its input, and draws a number
 

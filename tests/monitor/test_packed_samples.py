@@ -48,7 +48,7 @@ def test_the_verdict_is_that_of_0_2(kind: str) -> None:
     written = json.loads((OF_0_2 / f"{kind}.json").read_text())
     for finding in written["findings"]:
         finding["diagnoses"] = [
-            {**diagnosis, "tried": "", "samples": []} for diagnosis in finding["diagnoses"]
+            {**diagnosis, "tried": "", "samples": [], "capsule": ""} for diagnosis in finding["diagnoses"]
         ]  # new since then
     kept = []
     for verdict in (summary, written):

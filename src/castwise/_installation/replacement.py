@@ -156,7 +156,6 @@ def _observed_load(load_state_dict: Any) -> Any:
     @functools.wraps(load_state_dict)
     def observed(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         load_state_dict(optimizer, state_dict)
-        WATCH.state_loaded(optimizer, state_dict)
         for observer in tuple(OBSERVERS):
             observer.state_loaded(optimizer, state_dict)
 
