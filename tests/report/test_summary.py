@@ -111,7 +111,7 @@ def test_a_diagnosis_is_reported_with_the_ranges_of_its_inputs(tmp_path: Path, m
     inputs = ["float16 (4, 8), -1 .. 20", "float16 (4,), 0 .. 1"]
     known = {"module": "1", "op": "aten.exp", "line": "C:\\net.py:31", "inputs": inputs, "code": ""}
     samples = [{"step": 2, "sample": "sample 3 of the batch, dataset[217]"}]
-    assert diagnosis == known | {"tried": "finite without sample 3", "samples": samples}
+    assert diagnosis == known | {"tried": "finite without sample 3", "samples": samples, "capsule": ""}
     parts = [line.strip() for line in summary.lines()[1].splitlines()[1:]]
     assert parts == [
         "Step 2: forward: 1: aten.exp gives inf",
