@@ -301,8 +301,9 @@ def compiled_run(
 
 
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("how", ["sampled", "unsampled", "diagnosed"])
-@pytest.mark.parametrize("breaks", [False, True], ids=["", "with graph breaks"])
+@pytest.mark.parametrize(
+    ("how", "breaks"), [("sampled", False), ("diagnosed", False), ("diagnosed", True)], ids=lambda value: str(value)
+)
 @pytest.mark.parametrize("compiled", COMPILED)
 def test_what_is_compiled_is_the_same_as_without_a_watch(
     compiled: Callable[..., Any], breaks: bool, how: str, tmp_path: Path

@@ -181,7 +181,8 @@ PLACES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("position", "backend", "breaks", "fields"),
     [
-        *((position, "aot_eager", False, fields) for position in POSITIONS for fields in PLACES.values()),
+        *(("function", "aot_eager", False, fields) for fields in PLACES.values()),
+        *((position, "aot_eager", False, PLACES["list and op"]) for position in POSITIONS if position != "function"),
         *(
             (position, backend, True, PLACES[place])
             for position in POSITIONS
