@@ -82,6 +82,15 @@ def test_what_is_compiled_with_the_default_settings_keeps_them(
     assert drift["compiled"].summary.relative_loss_error == drift["eager"].summary.relative_loss_error
 
 
+def test_the_eager_model_is_eager_where_parts_of_it_are_compiled(
+    model: nn.Module, batches: Any, compiler: Compiler
+) -> None:
+    model[2].compile(backend=compiler)
+    drift = castwise.compare(model, batches[:1], {"twice": lambda x: 2 * x[:, :4]}, loss=LOSS)
+    assert compiler.graphs == 0
+    assert drift["eager"].summary.relative_loss_error < 1e-6
+
+
 def test_any_callable_is_called_instead_of_the_model(model: nn.Module, batches: Any) -> None:
     calls = {"eager": lambda x: model(x), "scaled": lambda x: model(x) * 1.01}
     drift = castwise.compare(model, batches, calls, loss=LOSS)

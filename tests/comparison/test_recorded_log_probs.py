@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 import castwise
-from castwise.comparison import RecordedDrift, TokenRecord, compare_log_probs, from_sglang, from_transformers, from_vllm
+from castwise.comparison import (
+    PrecisionShare,
+    RecordedDrift,
+    TokenRecord,
+    compare_log_probs,
+    from_sglang,
+    from_transformers,
+    from_vllm,
+)
 from castwise.comparison._token_records import read_records
 
 CLASSES = 16
@@ -221,6 +229,19 @@ def test_models_in_training_and_lines_that_are_no_json_are_refused(model: Expert
         compare_log_probs(model, tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         compare_log_probs(model.train(), [RECORD])
+
+
+def test_options_out_of_range_are_refused_before_the_model_runs(model: Experts) -> None:
+    with pytest.raises(ValueError, match="0 <= low < high"):
+        compare_log_probs(model, [RECORD], clip_band=(1.2, 0.8))
+    with pytest.raises(ValueError, match="worst must be an integer >= 1, got 0"):
+        compare_log_probs(model, [RECORD], worst=0)
+
+
+def test_of_a_difference_that_is_not_a_number_nothing_is_explained() -> None:
+    assert math.isnan(PrecisionShare(recorded=math.nan, precision=0.1).share)
+    assert PrecisionShare(recorded=0.2, precision=0.1).share == pytest.approx(0.25)
+    assert PrecisionShare(recorded=0.1, precision=0.2).share == 1.0
 
 
 def test_nothing_of_the_model_changes(model: Experts) -> None:

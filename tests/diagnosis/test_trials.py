@@ -169,7 +169,11 @@ PARTS = [4, 4, 2, 1, 1, 2, 7]
 @pytest.mark.parametrize(
     ("function", "calls", "results"),
     [
-        (lambda x: x * 300 * 300, [[8] * 4, [8]], ["finite", "finite on the first batch with this fault"]),
+        (
+            lambda x: x * 300 * 300,
+            [[8] * 4, [8]],
+            ["finite", "untried on this batch: finite on the first one with this fault"],
+        ),
         # No format helps, so the samples of each batch are halved.
         (lambda x: x.square() * 1e-3, [[8] * 4 + PARTS, [8, *PARTS]], ["finite without sample 5"] * 2),
     ],

@@ -95,6 +95,16 @@ def test_the_cause_of_a_spike_is_named(cause: str) -> None:
     assert spike["step"] <= FAULT + 4
 
 
+@pytest.mark.parametrize("spikes", [True, False])
+def test_only_what_would_have_been_seen_is_ruled_out(spikes: bool) -> None:
+    options = {} if spikes else {"spikes": False, "invariants": True, "on_nonfinite": "diagnose"}
+    (spike,) = Training("batch", **options).broken("loss-spike")
+    assert ("no weight was written" in spike["text"]) is spikes
+    assert ("no element had" in spike["text"]) is spikes
+    assert ("--spikes also looks at" in spike["text"]) is not spikes
+    assert "no learning rate rose" in spike["text"]
+
+
 def test_a_healthy_run_has_no_spike_and_no_writes() -> None:
     training = Training(steps=130)
     assert [record for record in training.records if record["kind"] == "invariant"] == []
@@ -173,7 +183,10 @@ def test_a_check_of_losses_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def spikes_in(losses: list[float]) -> list[Spike]:
-    watch, optimizer = LossSpikes(Exemptions(), looks_at_gradients=False), torch.optim.SGD([torch.zeros(1)])
+    watch, optimizer = (
+        LossSpikes(Exemptions(), lambda _: False, looks_at_gradients=False),
+        torch.optim.SGD([torch.zeros(1)]),
+    )
     found: list[Spike] = []
     for step, loss in enumerate(losses, 1):
         found += watch.step_known(optimizer, step, loss, None)

@@ -15,7 +15,7 @@ from castwise._cli.report_text import print_runs
 from castwise._terminal import new_console
 from castwise.monitor import Run
 from castwise.report._html_report import write_report
-from castwise.report._summary import Level, Summary, end
+from castwise.report._summary import Level, Summary, _seen_from_here, end
 
 
 def mistake(line: int) -> dict[str, Any]:
@@ -93,6 +93,29 @@ def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
     assert run["findings"][0]["severity"] == "critical"
     assert all(isinstance(value, (int, float, str, list)) for value in run["findings"][0]["evidence"].values())
     assert run["findings"][0]["diagnoses"] == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "seen"),
+    [
+        ("/work", "at /work/train.py:3, not /data/work/x.py", "at train.py:3, not /data/work/x.py"),
+        ("/work", "(/work/a b.py)", "(a b.py)"),
+        ("/", "at /work/train.py:3", "at /work/train.py:3"),
+    ],
+)
+def test_paths_are_shown_from_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, folder: str, text: str, seen: str
+) -> None:
+    monkeypatch.setattr("os.getcwd", lambda: folder)
+    assert _seen_from_here(text) == seen
+
+
+def test_paths_are_whole_where_the_current_folder_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("os.getcwd", gone)
+    assert _seen_from_here("at /work/train.py:3") == "at /work/train.py:3"
 
 
 def test_a_diagnosis_is_reported_with_the_ranges_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

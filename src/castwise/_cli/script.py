@@ -60,8 +60,8 @@ class Watching(NamedTuple):
     diagnoses: float
     guard: bool
     exemptions: Mapping[str, Sequence[str]]
-    spikes: bool = False
-    capsules: int = 3
+    spikes: bool
+    capsules: int
 
 
 class Script:

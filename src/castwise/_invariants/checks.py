@@ -65,7 +65,7 @@ class Checks:
         self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
         self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
         self._written = WrittenWeights(parameters, exemptions, number, copies=spikes)
-        self._losses = LossSpikes(exemptions, looks_at_gradients=spikes)
+        self._losses = LossSpikes(exemptions, self._written.sees_all, looks_at_gradients=spikes)
         self._number, self._copies = number, spikes
         self._ids = lambda: {id(param): name for name, param in parameters().items()}
         self._steps: dict[torch.optim.Optimizer, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -100,12 +100,19 @@ class LossSpikes:
 
     Args:
         exemptions: What is not reported.
+        sees_writes: Returns whether all weights of an optimizer are compared before each step.
         looks_at_gradients: Whether to look for gradients of which one element has the whole norm. On a CPU.
     """
 
-    def __init__(self, exemptions: Exemptions, *, looks_at_gradients: bool) -> None:
+    def __init__(
+        self,
+        exemptions: Exemptions,
+        sees_writes: Callable[[torch.optim.Optimizer], bool],
+        *,
+        looks_at_gradients: bool,
+    ) -> None:
         self._is_exempt = exemptions.has("loss-spike")
-        self._looks_at_gradients = looks_at_gradients
+        self._sees_writes, self._looks_at_gradients = sees_writes, looks_at_gradients
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
         self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
         self._events: deque[tuple[int, str, str, tuple[str, ...]]] = deque(maxlen=WINDOW)
@@ -151,7 +158,7 @@ class LossSpikes:
             return
         losses, value = self._losses.setdefault(optimizer, _Losses()), math.log(loss)
         if losses.pending is not None:
-            yield self._after(losses.pending, value, losses)
+            yield self._after(losses.pending, value, losses, self._ruled_out(optimizer))
             losses.pending = None
         sigmas = sigmas_above(value, losses.usual, _FLOORS[0]) if len(losses.usual) >= WARM else 0.0
         if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
@@ -202,19 +209,24 @@ class LossSpikes:
                 return _with_cause(spike, cause, evidence, parameters)
         return None
 
-    def _after(self, spike: Spike, value: float, losses: _Losses) -> Spike:
+    def _ruled_out(self, optimizer: torch.optim.Optimizer) -> str:
+        """Return what would have been seen, in words."""
+        known = {
+            "no weight was written outside the optimizer": self._sees_writes(optimizer),
+            "no learning rate rose": len(self._rates.get(optimizer, ())) == _RATES,
+            "no element had a whole gradient's norm": self._looks_at_gradients,
+        }
+        ruled_out = ", ".join(text for text, is_known in known.items() if is_known)
+        more = "" if self._looks_at_gradients else " --spikes also looks at gradients, and at weights before each step."
+        return f"{f' Ruled out: {ruled_out}.' if ruled_out else ''} Not replayed.{more}"
+
+    @staticmethod
+    def _after(spike: Spike, value: float, losses: _Losses, ruled_out: str) -> Spike:
         """Return a spike with what the loss of the next step says of it."""
         if sigmas_above(value, losses.usual, _FLOORS[0]) < _IS_BACK:
-            evidence = "The loss was back one step later, and no weight was written outside the optimizer."
-            return _with_cause(spike, "batch", f"{evidence} Not replayed.")
-        ruled_out = "no weight was written outside the optimizer, and no learning rate rose"
-        of_gradients = ", and no element had a whole gradient's norm" if self._looks_at_gradients else ""
-        more = "" if self._looks_at_gradients else " --spikes also looks at gradients."
-        evidence = (
-            f"The loss was not back one step later: it is the weights, or the data from here on. Ruled out: {ruled_out}"
-            f"{of_gradients}. Not replayed.{more}"
-        )
-        return _with_cause(spike, "unknown", evidence)
+            return _with_cause(spike, "batch", f"The loss was back one step later.{ruled_out}")
+        evidence = "The loss was not back one step later: it is the weights, or the data from here on."
+        return _with_cause(spike, "unknown", f"{evidence}{ruled_out}")
 
     def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> None:
         params = [param for param in params_of(optimizer) if _can_look_at(param)]

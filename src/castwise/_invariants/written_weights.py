@@ -19,9 +19,7 @@ from castwise.amp._gradients import params_of
 
 _SMALL = 1 << 16  # elements: a copy of such weights costs less than their digests
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_EVERY = (
-    8  # steps before one of which weights are compared by default: to keep and compare them costs as much as a norm
-)
+_EVERY = 8  # by default, weights are compared before one step in so many
 _HABIT = 3  # steps before which a script writes weights that do so by intent
 _WATCHES: WeakSet[WrittenWeights] = WeakSet()
 
@@ -176,6 +174,11 @@ class WrittenWeights:
         if found:
             self._writes += 1
         return found
+
+    def sees_all(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if all weights of an optimizer are compared before each step."""
+        groups = self._groups.get(optimizer, ())
+        return self._copies and sum(len(group.params) for group in groups) == len(self._kinds.get(optimizer, [None]))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep the weights that a step has left, if they are compared before the next one."""

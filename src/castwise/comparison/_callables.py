@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ def _alone(tap: Tap, call: _Call, compiler: Callable[[Any], Any], device: str, s
     def outputs(module: Callable[..., Any], precision: Precision) -> list[torch.Tensor]:
         start.restore()
         args, kwargs = call.fresh(precision)
-        with precision.weights(tap.module), precision.region(), torch.no_grad(), with_compiler():
+        with precision.weights(tap.module), precision.region(), torch.no_grad(), as_it_runs(module):
             return [leaf for leaf in tree_leaves(module(*args, **kwargs)) if _is_compared(leaf)]
 
     try:
@@ -116,6 +117,11 @@ def _alone(tap: Tap, call: _Call, compiler: Callable[[Any], Any], device: str, s
             raise
         return ModuleAlone(tap.name, kind, None, None, first_line(error))
     return ModuleAlone(tap.name, kind, compiled, eager, "" if compiled is not None else "returns no numbers")
+
+
+def as_it_runs(call: object) -> AbstractContextManager[Any]:
+    """Return a context in which a callable runs as it does by itself, and a module without what is compiled in it."""
+    return nullcontext() if isinstance(call, nn.Module) and compiler_of(call) is None else with_compiler()
 
 
 def _of_its_own(module: nn.Module, name: str) -> Callable[..., Any]:

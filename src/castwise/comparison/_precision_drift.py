@@ -18,7 +18,7 @@ from castwise.amp._devices import has_autocast
 from castwise.amp._emulation import SETTLED, is_native_here
 from castwise.amp.autocast_mode import autocast
 from castwise.comparison._call_again import forgetting_graph
-from castwise.comparison._callables import EAGER, ModuleAlone, modules_alone, which_is_closer
+from castwise.comparison._callables import EAGER, ModuleAlone, as_it_runs, modules_alone, which_is_closer
 from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison._errors import ErrorSums, local, real
 from castwise.comparison._interrupts import Interrupts
@@ -35,7 +35,6 @@ from castwise.diagnosis._replay import gradients_of, has_reentrant_checkpoint, u
 from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._module_rules import decide, named_modules
 from castwise.policy._policy import Policy
-from castwise.tracing._op_by_op import with_compiler
 
 Reference = Literal["float32", "float64"] | Policy | BoundPolicy
 Vary = Literal["batch_size", "batch_order"]
@@ -150,6 +149,22 @@ def unwrapped(model: Any) -> nn.Module:
     return unwrapped(next(model.children())) if wraps_compiled(model) else model
 
 
+def checked_band(clip_band: Any) -> tuple[float, float]:
+    """Return a band of ratios.
+
+    Raises:
+        TypeError: It is not a pair of numbers.
+        ValueError: They are not ascending, or negative.
+    """
+    is_pair = isinstance(clip_band, (tuple, list)) and len(clip_band) == 2
+    if not (is_pair and all(isinstance(bound, (int, float)) for bound in clip_band)):
+        raise TypeError(f"clip_band must be two ratios such as {CLIP_BAND}, got {clip_band!r}")
+    low, high = clip_band
+    if not 0 <= low < high:
+        raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
+    return low, high
+
+
 def device_of(model: nn.Module) -> str:
     """Return the type of the device of a model's parameters."""
     return next((param.device.type for param in model.parameters()), "cpu")
@@ -206,13 +221,8 @@ class Comparison:
         if not is_named and not isinstance(reference, (Policy, BoundPolicy)):
             near = nearest(reference, _REFERENCES) if isinstance(reference, str) else ""
             raise ValueError(f"reference must be one of {listed(_REFERENCES)}, or a policy, got {reference!r}{near}")
-        is_pair = isinstance(clip_band, (tuple, list)) and len(clip_band) == 2
-        if not (is_pair and all(isinstance(bound, (int, float)) for bound in clip_band)):
-            raise TypeError(f"clip_band must be two ratios such as {CLIP_BAND}, got {clip_band!r}")
-        low, high = clip_band
-        if not 0 <= low < high:
-            raise ValueError(f"clip_band must be two ratios, 0 <= low < high, got {clip_band!r}")
-        self._reference, self._with_gradients, self._vary, self._band = reference, gradients, vary, (low, high)
+        self._reference, self._with_gradients, self._vary = reference, gradients, vary
+        self._band = checked_band(clip_band)
         self.device = device_of(self.model)
         self.interrupts = Interrupts()
 
@@ -255,8 +265,9 @@ class Comparison:
                             one.add_gradients(variant)
             for variant in variants:
                 if variant.call is not None and not variant.problem:
-                    given = variant.call, self._objective, checked[0], self.device, watch, progress
-                    variant.alone = modules_alone(*given)
+                    variant.alone = modules_alone(
+                        variant.call, self._objective, checked[0], self.device, watch, progress
+                    )
             if progress is not None:
                 progress("batches", steps, steps)
         drifts = [self._of(variant, reference_losses, watch) for variant in variants]
@@ -534,7 +545,7 @@ class _OneBatch:
             return
         self._start.restore()
         objective, batch = self._objective.calling(variant.call), fresh(self._batch, variant.precision.cast)
-        with variant.precision.region(), torch.enable_grad(), with_compiler():
+        with variant.precision.region(), torch.enable_grad(), as_it_runs(variant.call):
             outputs, loss = objective(batch)
         variant.losses.append(float(loss.detach()))
         self._add_log_probs(variant, outputs)

@@ -17,7 +17,7 @@ from castwise._number_text import percent, several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._drift import Drift
 from castwise.comparison._log_probs import LogProbDrift, LogProbSums, logits_of, token_log_probs
-from castwise.comparison._precision_drift import CLIP_BAND, compare, device_of, unwrapped
+from castwise.comparison._precision_drift import CLIP_BAND, checked_band, compare, unwrapped
 from castwise.comparison._precisions import Precision, temporarily_bound
 from castwise.comparison._token_records import TokenRecord, read_records
 from castwise.policy._bound_policy import BoundPolicy
@@ -64,7 +64,8 @@ class PrecisionShare:
     @property
     def share(self) -> float:
         """The share of the mean square that precision explains, from 0 to 1."""
-        return min(1.0, (self.precision / self.recorded) ** 2) if self.recorded else 1.0
+        share = (self.precision / self.recorded) ** 2 if self.recorded else 1.0
+        return share if math.isnan(share) else min(1.0, share)
 
     @property
     def left(self) -> float:
@@ -183,7 +184,8 @@ def compare_log_probs(
         OSError: The file cannot be read.
         TypeError: An argument has the wrong type, or the model returns no logits.
         ValueError: A record is malformed, a token is not a class of the model, a router is not a module of the model or
-            returns other than scores of shape (..., experts), or the model is in training mode.
+            returns other than scores of shape (..., experts), `clip_band` or `worst` is out of range, or the model is
+            in training mode.
 
     Example:
         >>> import castwise
@@ -197,10 +199,12 @@ def compare_log_probs(
     model = unwrapped(model)
     if model.training:
         raise ValueError("the model is in training mode, in which dropout changes log-probabilities: call model.eval()")
-    read, call = read_records(records), forward or _called
-    device, sums = device_of(model), _Sums(clip_band)
+    if isinstance(worst, bool) or not isinstance(worst, int) or worst < 1:
+        raise ValueError(f"worst must be an integer >= 1, got {worst!r}")
+    read, call, sums = read_records(records), forward or _called, _Sums(checked_band(clip_band))
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
     with _routers(model, read) as chosen, ExitStack() as stack:
-        trained, inferred = (_region(stack, model, device, given) for given in (policy, engine))
+        trained, inferred = (_region(stack, model, device.type, given) for given in (policy, engine))
         for index, record in enumerate(read):
             run = _Run(model, call, index, record, device)
             with trained():
@@ -236,7 +240,7 @@ class _Run(NamedTuple):
     forward: Callable[[nn.Module, torch.Tensor], Any]
     number: int
     record: TokenRecord
-    device: str
+    device: torch.device
 
     @torch.inference_mode()
     def log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -344,7 +348,7 @@ def _groups(last: int) -> Iterator[tuple[int, int]]:
         first, size = first + size, 2 * size
 
 
-def _batch(record: TokenRecord, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _batch(record: TokenRecord, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inputs of a sequence, and its targets, which are ignored where nothing was recorded."""
     pairs = zip(record.tokens, record.log_probs, strict=True)
     targets = [_IGNORED if value is None else token for token, value in pairs]

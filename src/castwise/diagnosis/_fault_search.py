@@ -14,7 +14,7 @@ from castwise.amp.autocast_mode import autocast
 from castwise.diagnosis._op_facts import tensors_of
 from castwise.diagnosis._origins import Birth, Origins
 from castwise.diagnosis._ranges import range_of
-from castwise.diagnosis._replay import Root, gradients_of, unchanged
+from castwise.diagnosis._replay import CopyOnWrite, Root, gradients_of, unchanged
 from castwise.policy._module_rules import named_modules
 from castwise.tracing._module_of_op import ModuleOfOp
 
@@ -112,8 +112,9 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]
                 yield f"{module_name}.{name}" if module_name else name, module_name, param
 
 
-def replay(case: Case, scale: float) -> Found:
-    """Replay a case once. Whether the scale is the cause is not looked at."""
+@contextmanager
+def replaying(case: Case) -> Iterator[tuple[CopyOnWrite, ModuleOfOp]]:
+    """Restore all state after a replay of a case in this context, which follows the module of each op."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -121,6 +122,12 @@ def replay(case: Case, scale: float) -> Found:
         ModuleOfOp(case.model) as module_of_op,
         without_cached_casts(),
     ):
+        yield copies, module_of_op
+
+
+def replay(case: Case, scale: float) -> Found:
+    """Replay a case once. Whether the scale is the cause is not looked at."""
+    with replaying(case) as (copies, module_of_op):
         origins = Origins(module_of_op, copies.before_write)
         with case.region():
             _expect(case, origins)  # inside, where buffers are as they were before the forward

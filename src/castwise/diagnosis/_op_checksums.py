@@ -10,9 +10,9 @@ from typing_extensions import override
 
 from castwise._torch_private import TorchDispatchMode
 from castwise.diagnosis import _op_facts as op_facts
-from castwise.diagnosis._fault_search import Case, named_parameters, without_autocast, without_cached_casts
+from castwise.diagnosis._fault_search import Case, named_parameters, replaying, without_autocast
 from castwise.diagnosis._ranges import stored
-from castwise.diagnosis._replay import gradients_of, unchanged
+from castwise.diagnosis._replay import gradients_of
 from castwise.tracing._module_of_op import ModuleOfOp
 from castwise.tracing._op_by_op import call_op
 
@@ -33,13 +33,7 @@ def checksums_of(case: Case, scale: float) -> list[OpChecksum]:
     Raises:
         Exception: Whatever the model raises.
     """
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        unchanged(case.model, [case.args, case.kwargs]) as copies,
-        ModuleOfOp(case.model) as module_of_op,
-        without_cached_casts(),
-    ):
+    with replaying(case) as (copies, module_of_op):
         ops = _Checksums(module_of_op, copies.before_write)
         with case.region(), ops:
             ends = case.ends(case.model(*case.args, **case.kwargs))

@@ -36,7 +36,7 @@ SANE = 30.0
 """A cure gives outputs of a sane size: at most so many times as large as those of recent steps."""
 _MOST_BAD = 8  # samples that are looked for
 _MOST_MODULES = 4  # that are kept in fp32 by name; if it takes more, all of the model is
-_EARLIER = "finite on the first batch with this fault"
+_EARLIER = "untried on this batch: finite on the first one with this fault"
 ALL_IN_FP32 = "run all of the model in fp32"
 
 Outcome = Literal["finite", "not finite", "unknown"]

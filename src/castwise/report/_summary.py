@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import textwrap
 from collections import Counter
@@ -91,8 +92,7 @@ class Summary:
             lines.append(f"mistake: {mistake.where}{mistake.text}")
         if len(self.mistakes) > _MISTAKES_SHOWN:
             lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
-        here = os.path.join(os.getcwd(), "") if os.path.exists(".") else ""
-        lines = [_wrapped(line.replace(here, "") if here else line) for line in [*lines, *self.notes]]
+        lines = [_wrapped(_seen_from_here(line)) for line in [*lines, *self.notes]]
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return lines
@@ -162,6 +162,17 @@ def _diagnosed(piece: Advice) -> list[str]:
         lines += [f"{diagnosed.at}: {summary}", *source, *others]
     inputs = piece.diagnosed[0].inputs if piece.diagnosed else []
     return lines + [f"Input {number}: {text}." for number, text in enumerate(inputs)]
+
+
+def _seen_from_here(text: str) -> str:
+    """Return a text in which paths of files below the current folder begin there."""
+    try:
+        here = os.path.join(os.getcwd(), "")
+    except OSError:  # the folder is gone
+        return text
+    if here == os.sep:
+        return text
+    return re.sub(rf"(?<![\w.~{re.escape(os.sep)}-]){re.escape(here)}", "", text)
 
 
 def _wrapped(text: str) -> str:
