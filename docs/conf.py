@@ -32,7 +32,7 @@ nitpicky = True
 smartquotes_action = "D"  # only the dashes between a parameter and its text, not quotes
 # Names that exist only for type checkers, and generic types given as text.
 nitpick_ignore_regex = [
-    ("py:class", r"nn\..*|Ranks|WeightCacheLike|BoundPolicyLike|MixedPrecisionPolicy|Mistake"),
+    ("py:class", r"nn\..*|Ranks|WeightCacheLike|BoundPolicyLike|MixedPrecisionPolicy|Mistake|Checkup|pandas\..*"),
     ("py:class", r"(dict|list|collections\.abc\.Mapping)\[.*"),
 ]
 

@@ -60,6 +60,7 @@ RUN_TORCHS_CLASSES = ("_demo/training.py", "diagnosis/_forward_state.py")
 EXTRAS = [
     *("typer", "rich", "click", "hypothesis", "pytest", "plotly", "jinja2", "tensorboard", "selenium"),
     *("lightning", "pytorch_lightning", "accelerate", "transformers", "mlflow", "wandb"),
+    *("pandas", "IPython"),
 ]
 
 # Every name that scripts and frameworks find in torch, at the same relative path.
@@ -190,6 +191,7 @@ def test_the_face() -> None:
         "custom_bwd",
         "custom_fwd",
         "diagnose",
+        "doctor",
         "install",
         "installed",
         "is_autocast_available",

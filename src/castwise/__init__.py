@@ -11,6 +11,7 @@ from castwise._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from castwise import amp, cpu, cuda, policies, schedules
+    from castwise._doctor.checkup import doctor
     from castwise._installation import install, installed, uninstall
     from castwise._mistakes.watch import MixedPrecisionMistake
     from castwise.amp import (
@@ -51,6 +52,7 @@ else:
             "custom_bwd": "amp",
             "custom_fwd": "amp",
             "diagnose": "diagnosis",
+            "doctor": "_doctor.checkup",
             "install": "_installation",
             "installed": "_installation",
             "is_autocast_available": "amp",
@@ -99,6 +101,7 @@ __all__ = [
     "custom_bwd",
     "custom_fwd",
     "diagnose",
+    "doctor",
     "install",
     "installed",
     "is_autocast_available",

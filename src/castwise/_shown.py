@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 from typing_extensions import Self
 
+from castwise._number_text import several
 from castwise._text_table import aligned
 
 # Colours are those of the page, so that tables can be read on light and on dark ones.
@@ -31,7 +32,11 @@ class Table(NamedTuple):
     more: str = ""
 
 
-Block = Table | str
+class Code(str):
+    """A block of code, or of other text whose spaces and line ends count."""
+
+
+Block = Table | Code | str
 
 
 def as_text(blocks: Iterable[Block]) -> str:
@@ -41,10 +46,11 @@ def as_text(blocks: Iterable[Block]) -> str:
 
 def as_html(blocks: Iterable[Block]) -> str:
     """Return blocks as HTML without scripts, for `_repr_html_`."""
-    return "<div>" + "".join(_lines(block) if isinstance(block, str) else _html(block) for block in blocks) + "</div>"
+    return f"<div>{''.join(map(_html, blocks))}</div>"
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Return text as HTML."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")
 
 
@@ -54,12 +60,18 @@ def _text(table: Table) -> str:
 
 
 def _lines(text: str) -> str:
-    return f'<p style="white-space:pre-line;margin:.5em 0">{_escape(text)}</p>'
+    return f'<p style="white-space:pre-line;margin:.5em 0">{escape(text)}</p>'
 
 
-def _html(table: Table) -> str:
+def _html(block: Block) -> str:
+    if isinstance(block, Code):
+        return f'<pre style="margin:.5em 0;padding:0;background:none;color:inherit">{escape(block)}</pre>'
+    return _lines(block) if isinstance(block, str) else _table(block)
+
+
+def _table(table: Table) -> str:
     head, *rows = table.rows
-    caption = f'<caption style="text-align:left;padding:.4em 0">{_escape(table.title)}</caption>'
+    caption = f'<caption style="text-align:left;padding:.4em 0">{escape(table.title)}</caption>'
     return (
         f'<table style="border-collapse:collapse">{caption if table.title else ""}'
         f"<thead>{_row(head, table.right, 'th')}</thead>"
@@ -74,7 +86,7 @@ def _row(cells: Sequence[str], right: Collection[int], tag: str) -> str:
 
 
 def _cell(text: str, side: str, tag: str) -> str:
-    return f'<{tag} style="{_CELL};text-align:{side}">{_escape(text)}</{tag}>'
+    return f'<{tag} style="{_CELL};text-align:{side}">{escape(text)}</{tag}>'
 
 
 class Shown(ABC):
@@ -92,7 +104,7 @@ class Shown(ABC):
 
 
 class ShownText(str):
-    """A text that is shown as HTML in notebooks. It is a plain `str` in all else."""
+    """A text that is shown as HTML in notebooks. In all else but its `repr`, it is a plain `str`."""
 
     _blocks: tuple[Block, ...]
 
@@ -103,5 +115,24 @@ class ShownText(str):
         text._blocks = blocks
         return text
 
+    def __repr__(self) -> str:
+        return f"<text of {several(len(self.splitlines()), 'line')}, which print() shows>"
+
     def _repr_html_(self) -> str:
         return as_html(self._blocks)
+
+
+class ShownCounts(dict[str, int]):
+    """A dict of numbers that is shown as a table in notebooks. In all else, it is a plain `dict`."""
+
+    _title: str
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int], title: str) -> Self:
+        """Return a dict of counts; the title stands above the table."""
+        found = cls(counts)
+        found._title = title
+        return found
+
+    def _repr_html_(self) -> str:
+        return as_html([Table([(name, f"{count:,}") for name, count in self.items()], {1}, self._title)])

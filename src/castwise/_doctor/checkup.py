@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.cpu import get_capabilities
 
+from castwise._doctor import checkup_text
 from castwise._doctor.machine_advice import Recommendation, recommend
 from castwise._doctor.native_formats import DTYPES, Native, of_device, to_try
 from castwise._doctor.notes import Note, notes_on
 from castwise._doctor.speed import Progress, Quartiles, Speed, measure
+from castwise._frames import new_frame
+from castwise._notebook import notebook_progress
 from castwise._recipes.recipe import RECIPES, runs_natively
+from castwise._shown import Block, Shown, Table
+from castwise._version import __version__
 from castwise.amp._emulation import limit_of_onednn, units
+
+if TYPE_CHECKING:
+    import pandas
 
 BUDGET_S = 6.0
 
@@ -65,9 +74,9 @@ class Device:
         return {**entry, "size": speed.size, **numbers, "verdict": speed.verdict, "error": None}
 
 
-@dataclass(frozen=True)
-class Checkup:
-    """The capabilities of a machine.
+@dataclass(frozen=True, repr=False)
+class Checkup(Shown):
+    """The capabilities of a machine; prints as tables.
 
     Attributes:
         torch: Version of torch.
@@ -83,9 +92,56 @@ class Checkup:
     devices: list[Device]
     notes: list[Note]
 
+    @property
+    def versions(self) -> str:
+        """The versions and the operating system in one line."""
+        return f"castwise {__version__}, torch {self.torch}, Python {self.python}, {self.platform}"
+
+    def __repr__(self) -> str:
+        names = [f"{device.device} {device.recommendation.policy or 'fp32'}" for device in self.devices]
+        return f"Checkup(recommended: {', '.join(names)})"
+
+    def _blocks(self) -> Iterator[Block]:
+        yield self.versions
+        for device in self.as_dict()["devices"]:
+            yield f"{device['device']}: {device['name']}\n{checkup_text.facts_of(device)}"
+            yield Table(checkup_text.format_rows(device["formats"]), checkup_text.FORMAT_NUMBERS)
+            yield checkup_text.recipes_of(device["recipes"])
+            yield Table([("recommended", "", "because"), *checkup_text.advice_rows(device["recommendation"])])
+        for note in self.notes:
+            yield f"{note.text} [{note.source}]"
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each device and format. Speeds are medians.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        columns = ("native", "size", "gflops", "times_fp32", "verdict", "error")
+        rows = [
+            (device.device, entry["format"], *(_median(entry[column]) for column in columns))
+            for device in self.devices
+            for entry in device.as_dict()["formats"]
+        ]
+        return new_frame(("device", "format", *columns), rows)
+
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-compatible dict."""
         return {**asdict(self), "devices": [device.as_dict() for device in self.devices]}
+
+
+def doctor() -> Checkup:
+    """Measure which formats this machine supports, how fast each is, and recommend a policy and a schedule.
+
+    This multiplies matrices on every device for several seconds; a notebook shows a progress bar meanwhile. Use an idle
+    machine. `castwise doctor` prints the same in a terminal.
+
+    Returns:
+        The result, which prints as tables. `as_dict()` returns what `castwise doctor --json` prints, and `frame()` a
+        pandas frame with a row for each device and format.
+    """
+    with notebook_progress() as progress:
+        return examine(progress or (lambda *_: None))
 
 
 def examine(progress: Progress = lambda *_: None) -> Checkup:
@@ -139,6 +195,10 @@ def _examine(device: torch.device, budget_s: float, progress: Progress) -> Devic
         speeds=speeds,
         recommendation=recommendation,
     )
+
+
+def _median(value: Any) -> Any:
+    return value["median"] if isinstance(value, dict) else value
 
 
 def _rounded(quartiles: Quartiles) -> dict[str, float]:

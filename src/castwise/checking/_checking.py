@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from typing import Any
 
+from castwise._notebook import notebook_progress
 from castwise.checking import _judging as judging
 from castwise.checking._golden import Golden
 from castwise.checking._measuring import Plan, Train, Way, measure, measure_apart
@@ -62,7 +63,7 @@ def record(
         steps: Steps of each optimizer until the program is ended, at least 1.
         apart: Whether each run is a process of its own, for programs that change state outside themselves. On Linux,
             castwise's own process must then not have computed anything on an accelerator.
-        progress: Called before each run with what it is, the runs done, and all runs.
+        progress: Called before each run with what it is, the runs done, and all runs. By default, notebooks show a bar.
 
     Raises:
         ValueError: `steps` is below 1, or the program takes fewer steps and no probe.
@@ -85,7 +86,11 @@ def record(
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    runs = _Runs(train, steps, apart, progress, 4 + ROUNDED_RUNS)
+    with notebook_progress() as shown:
+        return _record(_Runs(train, steps, apart, progress or shown, 4 + ROUNDED_RUNS), steps)
+
+
+def _record(runs: _Runs, steps: int) -> Golden:
     plain = runs.run("plain")
     _check_steps(plain, steps)
     exact, moved = runs.run("exact"), runs.run("exact-rounded", seed=1)
@@ -167,7 +172,11 @@ def check(
         Exception: What the program raises as it is; with `apart`, a ProgramError.
     """
     golden = golden if isinstance(golden, Golden) else Golden.load(golden)
-    runs = _Runs(train, golden.steps or 1, apart, progress, 3)
+    with notebook_progress() as shown:
+        return _check(_Runs(train, golden.steps or 1, apart, progress or shown, 3), golden)
+
+
+def _check(runs: _Runs, golden: Golden) -> CheckResult:
     plain = runs.run("plain")
     notes = _environment_notes(golden, plain)
     settings = judging.changed_settings(golden, plain.settings)

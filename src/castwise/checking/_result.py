@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from castwise._shown import Block, Shown
 
 Kind = Literal["identical", "same", "less accurate", "different", "cannot tell"]
 SAME, DIFFERENT, CANNOT_TELL = 0, 1, 125
@@ -30,9 +33,9 @@ class Accuracy:
     ratio: float
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """The answer of `check`.
+@dataclass(frozen=True, repr=False)
+class CheckResult(Shown):
+    """The answer of `check`; prints as the verdict and the numbers it rests on.
 
     Args:
         kind: "identical": all bits are the same. "same": the same function, as accurate. "less accurate": the same
@@ -59,6 +62,12 @@ class CheckResult:
     def exit_code(self) -> int:
         """0 if the function is the same and as accurate, 1 if not, 125 if the check cannot tell."""
         return {"identical": SAME, "same": SAME, "cannot tell": CANNOT_TELL}.get(self.kind, DIFFERENT)
+
+    def __repr__(self) -> str:
+        return f"CheckResult({self.kind}: {self.verdict})"
+
+    def _blocks(self) -> Iterator[Block]:
+        yield "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """Return the verdict and the numbers it rests on."""

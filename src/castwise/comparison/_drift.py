@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from castwise._frames import new_frame
 from castwise._number_text import percent, several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._callables import ModuleAlone
@@ -17,6 +18,8 @@ from castwise.comparison._errors import Errors
 from castwise.comparison._log_probs import LogProbDrift
 
 if TYPE_CHECKING:
+    import pandas
+
     from castwise.policy._policy import Policy
 
 SHOWN_MODULES = 15
@@ -241,6 +244,26 @@ class Drift(Shown):
             rows.append((*row, *([""] * (len(rows[0]) - len(row)))))
         return rows
 
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each policy and module.
+
+        Errors are those of `ModuleDrift`, as `relative_rms`. Callables have no rows.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        errors = ("introduced", "carried", "total", "gradients", "introduced_gradients", "carried_gradients")
+        figures = ("type", "computes_in", "calls", "effect", "loss_shift")
+        rows = [
+            [
+                *(policy_drift.name, module.name or "(root)", *(getattr(module, name) for name in figures)),
+                *(_relative_rms(getattr(module, name)) for name in errors),
+            ]
+            for policy_drift in self
+            for module in policy_drift.modules
+        ]
+        return new_frame(("policy", "module", *figures, *errors), rows)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON-serializable lists and dicts, with NaN as None and inf as "inf"."""
         policies = {name: _record(drift) for name, drift in self.policies.items()}
@@ -331,6 +354,10 @@ def _number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.2e}" if value and math.isfinite(value) else f"{value + 0.0:g}"  # no minus sign before a zero
+
+
+def _relative_rms(errors: Errors | None) -> float | None:
+    return None if errors is None else errors.relative_rms
 
 
 def _relative(errors: Errors | None) -> str:

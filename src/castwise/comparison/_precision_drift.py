@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from castwise._notebook import notebook_progress
 from castwise._recipes.recipe import RECIPES, labelled
 from castwise._suggestions import listed, nearest
 from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accumulate_hooks, wraps_compiled
@@ -133,7 +134,8 @@ def compare(
         has_calls = isinstance(given, Mapping) and any(map(_is_call, given.values()))
         reference = "float64" if has_calls else "float32"
     comparison = Comparison(model, loss, forward, reference, gradients, vary, clip_band)
-    return comparison.drift(batches, given)
+    with notebook_progress() as progress:
+        return comparison.drift(batches, given, progress)
 
 
 def _is_call(value: object) -> bool:

@@ -7,12 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from torch import nn
 
+from castwise._frames import new_frame
+from castwise._notebook import notebook_progress
 from castwise._number_text import percent, several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._drift import Drift
@@ -22,6 +24,9 @@ from castwise.comparison._precisions import Precision, temporarily_bound
 from castwise.comparison._token_records import TokenRecord, read_records
 from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._policy import Policy
+
+if TYPE_CHECKING:
+    import pandas
 
 _IGNORED = -100
 _FIRST_POSITIONS = 16  # tokens in the first group of positions; each group is twice as long as the one before
@@ -103,6 +108,16 @@ class RecordedDrift(Shown):
 
     def __repr__(self) -> str:
         return f"RecordedDrift({self.headline()})"
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each sequence: its index, and the figures of `LogProbDrift`.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        figures = ("tokens", "mean_difference", "largest_difference", "kl_k1", "kl_k3", "outside_band")
+        rows = [(index, *(getattr(found, name) for name in figures)) for index, found in sorted(self.sequences.items())]
+        return new_frame(("sequence", *figures), rows)
 
     def headline(self) -> str:
         """Return the figures of all tokens in one line."""
@@ -203,9 +218,11 @@ def compare_log_probs(
         raise ValueError(f"worst must be an integer >= 1, got {worst!r}")
     read, call, sums = read_records(records), forward or _called, _Sums(checked_band(clip_band))
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    with _routers(model, read) as chosen, ExitStack() as stack:
+    with _routers(model, read) as chosen, ExitStack() as stack, notebook_progress() as progress:
         trained, inferred = (_region(stack, model, device.type, given) for given in (policy, engine))
         for index, record in enumerate(read):
+            if progress is not None:
+                progress("sequences", index, len(read))
             run = _Run(model, call, index, record, device)
             with trained():
                 log_probs, best = run.log_probs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from castwise._shown import Block, Code, Shown, Table
 from castwise.amp._devices import has_autocast
 from castwise.amp._thread_state import THREAD
 from castwise.diagnosis._cases import OfLoss, OfOutput
@@ -24,6 +25,7 @@ from castwise.policy._module_rules import named_modules
 from castwise.tracing._batches import Batch, arguments_of
 
 _SAMPLES_SHOWN = 4
+_CLEAN = "clean: the loss and all gradients are finite"
 _OUTSIDE = "no autocast region was active: if training uses one, call diagnose inside it"
 
 
@@ -52,8 +54,8 @@ class NonFinite:
         return f"{_where(self.module, self.in_loss)}: {self.op} gives {self.value}{in_float32}"
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Shown):
     """The origin of the first inf or NaN that reaches the loss or a gradient. Truthy if there is one.
 
     Args:
@@ -128,13 +130,15 @@ class Diagnosis:
     def __bool__(self) -> bool:
         return self.found
 
+    def __repr__(self) -> str:
+        return f"Diagnosis({self._headline()})"
+
     def __str__(self) -> str:
-        loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
         if not self.found:
             harmless = [f"  harmless: {each}" for each in self.harmless]
             hint = [f"  {_OUTSIDE}"] if self.outside_region else []
-            return "\n".join([f"clean: the loss and all gradients are finite{loss}", *hint, *harmless])
-        lines = [f"{self.phase}: {self._what()}{loss}"]
+            return "\n".join([self._headline(), *hint, *harmless])
+        lines = [self._headline()]
         lines += [f"  at {self.line}: {self.source}"] if self.line else []
         lines += [f"  input {place}: {found}" for place, found in enumerate(self.inputs)]
         lines += [f"  output: {found}" for found in self.outputs if self.op or self.phase == "loss"]
@@ -142,8 +146,34 @@ class Diagnosis:
         lines += [f"  also: {each}; diagnose again after fixing the first" for each in self.also]
         lines += [f"  {text}" for text in [self.sample] if text]
         lines += [f"  capsule: {self.capsule}" for _ in self.capsule[:1]]
-        tried = [f"{'' if self.tried.startswith('untried') else 'tried on this batch: '}{self.tried}"]
-        return "\n".join([*lines, self.advice, *(tried if self.tried else [])])
+        return "\n".join([*lines, self.advice, *([self._tried()] if self.tried else [])])
+
+    def _tried(self) -> str:
+        return f"{'' if self.tried.startswith('untried') else 'tried on this batch: '}{self.tried}"
+
+    def _headline(self) -> str:
+        loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
+        return f"{self.phase}: {self._what()}{loss}" if self.found else f"{_CLEAN}{loss}"
+
+    def _blocks(self) -> Iterator[Block]:
+        yield self._headline()
+        if not self.found:
+            yield from [_OUTSIDE] if self.outside_region else []
+            yield from (f"harmless: {each}" for each in self.harmless)
+            return
+        if self.line:
+            yield Code(f"{self.line}: {self.source}")
+        values = [(f"input {place}", str(found)) for place, found in enumerate(self.inputs)]
+        values += [("output", str(found)) for found in self.outputs if self.op or self.phase == "loss"]
+        values += [("output in fp32", str(found)) for found in self.in_float32 or ()]
+        if values:
+            yield Table([("values", "range"), *values])
+        yield from (f"also: {each}; diagnose again after fixing the first" for each in self.also)
+        yield from filter(None, [self.sample, self.capsule and f"capsule: {self.capsule}", self.advice])
+        if self.code and self.code not in self.advice:
+            yield Code(self.code)
+        if self.tried:
+            yield self._tried()
 
     @property
     def summary(self) -> str:

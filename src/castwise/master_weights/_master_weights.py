@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._number_text import percent
 from castwise._registered_hooks import Hooks, hooks_of
+from castwise._shown import ShownCounts
 from castwise._state_decay import factor_of, falling_share
 from castwise._suggestions import listed, nearest
 from castwise._torch_private import (
@@ -1142,7 +1143,7 @@ class MasterWeights(torch.optim.Optimizer):
             fp32), "gradients", "state" and "workspace" (memory that steps reuse, allocated by the first one).
         """
         low = [weight.param for weight in self._weights]
-        return {
+        counts = {
             "parameters": sum(local(param).numel() for param in low),
             "weights": sum(local(param).nbytes for param in low),
             "kept": sum(bucket.codec.bytes() for bucket in self._buckets),
@@ -1151,6 +1152,7 @@ class MasterWeights(torch.optim.Optimizer):
             "state": nbytes(value for param in low for value in self.state.get(param, {}).values()),
             "workspace": self._workspace.bytes(),
         }
+        return ShownCounts.of(counts, "number of 16-bit parameters, and bytes of each part")
 
     def __repr__(self) -> str:
         return f"MasterWeights({self._inner!r}, dtype={self._dtype}, method={self._method!r})"

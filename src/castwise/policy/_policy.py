@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from castwise import _files
+from castwise._notebook import in_notebook
 from castwise._recipes.recipe import BACKENDS, RECIPES
 from castwise._recipes.recipe import named as recipe_named
 from castwise._suggestions import listed, nearest
@@ -201,17 +202,20 @@ class Policy:
     def explain(self, model: nn.Module, units: Iterable[Any] | None = None) -> str:
         """Print each module's type, number of own parameters, compute dtype, and the rule that decided the dtype.
 
+        In a notebook, nothing is printed, because the notebook shows the result as a table.
+
         Args:
             model: The model, which is not changed. Raises the errors of `bind`.
             units: As for `fsdp`; adds a column with the dtype in which FSDP2 gathers the module's parameters.
 
         Returns:
-            The printed text.
+            The text.
         """
         from castwise.policy import _explanation as explanation
 
         text = explanation.table(self, model, units)
-        print(text)
+        if not in_notebook():
+            print(text)
         return text
 
     def fsdp(

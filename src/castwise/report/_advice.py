@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Literal
 
 from castwise._number_text import bits, percent, power_of_two
+from castwise._shown import Block, Shown, Table
 from castwise.report._diagnosed import Diagnosed
 
 Severity = Literal["critical", "warning", "note", "good"]
@@ -38,8 +40,8 @@ _LABELS = {
 }
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(Shown):
     """A finding, its remedy, and the numbers behind it.
 
     Args:
@@ -69,9 +71,20 @@ class Advice:
             for name, value in self.evidence.items()
         ]
 
+    def __repr__(self) -> str:
+        return f"Advice({self.severity}: {shorten(self.finding, 80, placeholder=' ...')})"
+
     def __str__(self) -> str:
-        numbers = "; ".join(f"{label}: {value}" for label, value in self.shown_evidence())
-        return f"{self.severity}: {self.text} ({numbers})"
+        return f"{self.severity}: {self.text} ({numbers_of(self)})"
+
+    def _blocks(self) -> Iterator[Block]:
+        yield f"{self.severity}: {self.text}"
+        yield Table([("measured", ""), *self.shown_evidence()])
+
+
+def numbers_of(advice: Advice) -> str:
+    """Return the evidence of a piece of advice in one line."""
+    return "; ".join(f"{label}: {value}" for label, value in advice.shown_evidence())
 
 
 def _written(name: str, value: Measured) -> str:

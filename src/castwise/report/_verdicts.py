@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, overload
 
+from castwise._frames import new_frame
+from castwise._number_text import several
+from castwise._shown import Block, Shown, Table
 from castwise.monitor._recorded_run import Run
 from castwise.monitor._run_files import read_runs
 from castwise.report import _fault_advice as fault_advice
 from castwise.report import _invariant_advice as invariant_advice
 from castwise.report import _range_advice as range_advice
 from castwise.report import _step_advice as step_advice
-from castwise.report._advice import SEVERITIES, Advice, Severity
+from castwise.report._advice import SEVERITIES, Advice, Severity, numbers_of
 from castwise.report._run_facts import RunFacts
+
+if TYPE_CHECKING:
+    import pandas
 
 __all__ = ["Advice", "Severity", "Verdict", "verdict"]
 
@@ -38,9 +46,9 @@ _OF_RANGES = (
 )
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The advice for a run, most severe first; prints as one line per piece of advice.
+@dataclass(frozen=True, repr=False)
+class Verdict(Shown):
+    """The advice for a run, most severe first, as a sequence; prints as one line per piece of advice.
 
     Args:
         advice: In order of severity. If nothing is to be fixed, that comes first.
@@ -54,8 +62,35 @@ class Verdict:
     def __len__(self) -> int:
         return len(self.advice)
 
+    @overload
+    def __getitem__(self, index: int) -> Advice: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Advice, ...]: ...
+    def __getitem__(self, index: int | slice) -> Advice | tuple[Advice, ...]:
+        return self.advice[index]
+
+    def __repr__(self) -> str:
+        counts = Counter(piece.severity for piece in self)
+        several_of = [
+            several(count, name) if name in ("warning", "note") else f"{count} {name}" for name, count in counts.items()
+        ]
+        return f"Verdict({', '.join(several_of)})"
+
     def __str__(self) -> str:
         return "\n".join(map(str, self.advice))
+
+    def _blocks(self) -> Iterator[Block]:
+        rows = [(piece.severity, piece.text, numbers_of(piece)) for piece in self]
+        yield Table([("severity", "advice", "measured"), *rows])
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each piece of advice: `severity`, `finding` and `evidence`.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        rows = [(piece.severity, piece.finding, dict(piece.evidence)) for piece in self]
+        return new_frame(("severity", "finding", "evidence"), rows)
 
 
 def verdict(run: str | os.PathLike[str] | Run) -> Verdict:

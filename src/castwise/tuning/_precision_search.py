@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from castwise._doctor.speed import GAIN
+from castwise._notebook import notebook_progress
 from castwise._number_text import several
 from castwise._recipes.recipe import RECIPES, labelled
 from castwise._suggestions import listed, nearest
@@ -108,7 +109,9 @@ def tune(
         >>> best.policy, best.cost
         (Policy(compute='bfloat16', modules={}, ops={}, output=None, in_place='raise', backend='auto'), 0.5)
     """
-    return Search(model, loss, forward, formats, tolerance, cost).tuned(batches)
+    search = Search(model, loss, forward, formats, tolerance, cost)
+    with notebook_progress() as progress:
+        return search.tuned(batches, progress)
 
 
 class Search:

@@ -7,12 +7,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from castwise._frames import new_frame
 from castwise._number_text import several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._drift import SHOWN_MODULES, Drift, plain, plain_policy
 from castwise.policy._policy import Policy
+
+if TYPE_CHECKING:
+    import pandas
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,21 @@ class Tuned(Shown):
         lines += [f"note: {note}" for note in self.notes]
         if lines:
             yield "\n".join(lines)
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each policy of the frontier.
+
+        The columns are `cost`, `error`, `compute`, `rules` (the policy's `modules`) and `is_chosen`. For modules, see
+        `drift.frame()`.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        rows = [
+            (point.cost, point.error, point.policy.compute, dict(point.policy.modules), point.is_chosen)
+            for point in self.frontier.points
+        ]
+        return new_frame(("cost", "error", "compute", "rules", "is_chosen"), rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON-serializable lists and dicts."""
