@@ -87,18 +87,21 @@ def test_a_policy_may_be_the_reference_and_a_page_is_written(here: Path) -> None
     assert code == 0
     assert errors == "wrote page.html\n"
     assert (here / "page.html").stat().st_size > 1e6
+    assert not list(here.glob("*.js"))
     assert "bf16" in printed
 
 
 def test_a_policy_is_tuned_and_written(here: Path) -> None:
     formats = ("--format", "bfloat16", "--format", "float32")
     code, printed, errors = run(
-        "tune", *TASK, *formats, "--tolerance", "0.5", "-o", "best.toml", "--report", "page.html"
+        *("tune", *TASK, *formats, "--tolerance", "0.5", "-o", "best.toml", "--report", "page.html", "--shared-script")
     )
     assert code == 0
     assert printed.startswith("bfloat16: 0.500 of the flops of float32")
     assert Policy.from_file(here / "best.toml") == Policy(compute="bfloat16")
     assert errors == "wrote best.toml\nwrote page.html\n"
+    assert (here / "page.html").stat().st_size < 1e5
+    assert len(list(here.glob("castwise-plotly-*.js"))) == 1
     code, printed, _ = run("tune", *TASK, *formats, "--cost", "bytes", "--json")
     assert code == 0
     assert json.loads(printed)["cost_kind"] == "bytes"

@@ -572,10 +572,12 @@ def test_a_script_that_fails_keeps_its_exit_code(tmp_path: Path) -> None:
 
 
 def test_json_at_the_end_is_one_line_for_programs(tmp_path: Path) -> None:
-    run = forked("--out", tmp_path, "--json", "broken.py", "--nan-batch", 2, "--steps", 4)
+    run = forked("--out", tmp_path, "--json", "--shared-script", "broken.py", "--nan-batch", 2, "--steps", 4)
     *_, last = run.stderr.splitlines()
     found = json.loads(last)
     assert found["report"] == str(run_in(tmp_path) / "report.html")
+    assert (run_in(tmp_path) / "report.html").stat().st_size < 1e5
+    assert len(list(tmp_path.glob("castwise-plotly-*.js"))) == 1  # in the folder of runs
     assert found["runs"][0]["skipped"] == {"non-finite loss": 1}
     assert found["runs"][0]["findings"][0]["severity"] == "warning"
 

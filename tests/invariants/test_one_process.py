@@ -34,7 +34,7 @@ def broken_in(script: Path, out: Path, **options: Any) -> list[InvariantRecord]:
 @pytest.fixture(autouse=True)
 def _without_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the page, which takes longer than the scripts."""
-    monkeypatch.setattr("castwise.report._summary.write_report", lambda runs, page: page)
+    monkeypatch.setattr("castwise.report._summary.write_report", lambda runs, page, **_: page)
 
 
 @pytest.mark.parametrize("script", BROKEN, ids=lambda path: path.stem)

@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import random
+import re
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -98,6 +99,34 @@ def test_one_file_holds_all_and_asks_for_nothing(tmp_path: Path) -> None:
     assert policy is not None
     assert policy.startswith("default-src 'none'")
     assert policy.count("'sha256-") == 2
+
+
+def test_pages_share_a_script_that_is_written_once_and_never_over_another_file(tmp_path: Path) -> None:
+    run = recorded.troubled(tmp_path / "run", steps=200, layers=1)
+    for folder in ("pages", "other"):
+        (tmp_path / folder).mkdir()
+    page = Page(write_report([run], tmp_path / "pages" / "1.html", shared_script=True))
+    (script,) = (tmp_path / "pages").glob("*.js")
+    assert re.fullmatch(r"castwise-plotly-\d+\.\d+\.\d+\.js", script.name)
+    assert "plotly.js v" in script.read_text()
+    assert (tmp_path / "pages" / "1.html").stat().st_size < 1e5
+    nonces = [attributes["nonce"] for tag, attributes in page.tags if attributes.get("data-url") == script.name]
+    policy = next(each["content"] for tag, each in page.tags if each.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    assert re.fullmatch(rf"default-src 'none'; .*script-src 'nonce-{nonces[0]}' 'sha256-\S+' ", policy)
+
+    before = script.stat().st_mtime_ns
+    write_report([run], tmp_path / "other" / "2.html", shared_script=tmp_path / "pages")
+    assert 'data-url="../pages/' in (tmp_path / "other" / "2.html").read_text()
+    assert script.stat().st_mtime_ns == before
+    script.write_text(script.read_text()[:-9])  # of a disk that was full
+    write_report([run], tmp_path / "pages" / "1.html", shared_script=True)
+    assert script.read_text().endswith("}));")
+    script.write_text("mine")
+    with pytest.raises(FileExistsError, match="not a script that castwise has written"):
+        write_report([run], tmp_path / "pages" / "3.html", shared_script=True)
+    assert script.read_text() == "mine"
+    assert not (tmp_path / "pages" / "3.html").exists()
 
 
 def test_every_figure_is_one_that_plotly_knows_in_each_of_its_choices(tmp_path: Path) -> None:

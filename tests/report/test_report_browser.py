@@ -109,6 +109,28 @@ def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(browser: Browser
     assert browser.logs("browser") == []
 
 
+def test_figures_come_from_a_shared_script_and_the_page_says_if_that_is_missing(
+    browser: Browser, troubled: Path, tmp_path: Path
+) -> None:
+    page = write_report([troubled.parent / "run"], tmp_path / "report.html", shared_script=True)
+    (script,) = tmp_path.glob("*.js")
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('.plot svg.main-svg').length") >= 4
+    assert [url for url in browser.requests() if not url.startswith(("data:", "blob:"))][1:] == [script.as_uri()]
+    assert browser.logs("browser") == []
+    script.unlink()
+    browser.open(page)
+    assert browser.run("document.querySelectorAll('.plot, .plot svg').length") == 0
+    for section in ("timeline", "maps", "exponents"):
+        text = browser.driver.find_element(By.ID, section).text
+        assert f"this page loads its figures' script from {script.name}, which is not there" in text
+    assert "rounds to zero" not in browser.driver.find_element(By.CSS_SELECTOR, "#maps .readout").text
+    browser.enter("[data-modules] [name=search]", "head")
+    assert browser.run("document.querySelector('[data-modules] output').textContent").startswith("1 of")
+    browser.driver.execute_script("document.querySelector('[name=theme][value=dark]').click()")
+    browser.wait_for("getComputedStyle(document.querySelector('section')).backgroundColor === 'rgb(23, 30, 38)'")
+
+
 def contrast(browser: Browser, selector: str, attribute: str) -> float:
     """The contrast of a text with the panel it stands on."""
     text = browser.run(f"getComputedStyle(document.querySelector({selector!r})).{attribute}")

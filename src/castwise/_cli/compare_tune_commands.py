@@ -24,6 +24,7 @@ from castwise._cli.completion import (
     completing,
 )
 from castwise._cli.model_errors import MODEL_ERROR, print_from_model
+from castwise._cli.report_command import SharedScript
 from castwise._files import refuse_foreign
 from castwise._suggestions import listed, nearest
 from castwise._terminal import new_console, progress_bar
@@ -82,6 +83,7 @@ def compare(
         ),
     ] = None,
     page: Report = None,
+    shared_script: SharedScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Show how precision changes a model's loss and gradients, module by module."""
@@ -104,7 +106,7 @@ def compare(
         comparison = _checked(lambda: Comparison(net, loss, None, against, gradients, vary), net, batches)
         with progress_bar() as progress:
             drift = comparison.drift(batches, policies, progress)
-        _write(drift, page)
+        _write(drift, page, shared_script)
     if as_json:
         typer.echo(json.dumps(drift.as_dict(), indent=2, allow_nan=False))
     else:
@@ -141,6 +143,7 @@ def tune(
         ),
     ] = None,
     page: Report = None,
+    shared_script: SharedScript = False,
     as_json: AsJson = False,
 ) -> None:
     """Search for the cheapest policy that keeps a model's loss on held-out batches.
@@ -165,7 +168,7 @@ def tune(
             best = search.tuned(batches, progress)
         if output is not None:
             _save(best.policy, output)
-        _write(best, page)
+        _write(best, page, shared_script)
     typer.echo(json.dumps(best.as_dict(), indent=2, allow_nan=False) if as_json else str(best))
     if not best.is_within_tolerance:
         raise typer.Exit(UNREACHED)
@@ -277,15 +280,15 @@ def _save(policy: Policy, output: Path) -> None:
     typer.echo(f"wrote {output}", err=True)
 
 
-def _write(result: Drift | Tuned, page: Path | None) -> None:
+def _write(result: Drift | Tuned, page: Path | None, shared_script: bool) -> None:
     if page is None:
         return
     try:
-        result.report(page)
+        result.report(page, shared_script=shared_script)
     except ImportError as error:
         raise UserError(str(error)) from None
     except OSError as error:
-        raise UserError(f"cannot write {page}: {error.strerror}") from None
+        raise UserError(f"cannot write {error.filename or page}: {error.strerror}") from None
     typer.echo(f"wrote {page}", err=True)
 
 

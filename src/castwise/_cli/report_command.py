@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from castwise.monitor._recorded_run import Run
 
 PAGE, WIDTH = "report.html", 120
+SharedScript = Annotated[
+    bool,
+    typer.Option(
+        "--shared-script",
+        help="Load plotly.js (5 MB, written once) from a file in the page's folder, so that pages are small.",
+    ),
+]
 _RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}".encode()
 
 
@@ -41,6 +48,7 @@ def report(
         typer.Option("--text", help="Print a text summary instead of writing a page; with -o, write it to FILE."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON summary; with -o, write it to FILE.")] = False,
+    shared_script: SharedScript = False,
 ) -> None:
     """Write an HTML report of what happened to the numbers in one or more runs."""
     try:
@@ -53,7 +61,7 @@ def report(
         else:
             first, _ = runs_found[0]
             page = output or (first if first.is_dir() else first.parent) / PAGE
-            typer.echo(f"wrote {_write(read, page)}")
+            typer.echo(f"wrote {_write(read, page, shared_script)}")
     except UserError as error:
         typer.echo(f"castwise report: {error}", err=True)
         raise typer.Exit(2) from None
@@ -87,15 +95,15 @@ def _read_all(files: list[Path]) -> list[Run]:
         raise UserError(str(error)) from None
 
 
-def _write(runs: list[Run], page: Path) -> Path:
+def _write(runs: list[Run], page: Path, shared_script: bool) -> Path:
     from castwise.report._html_report import write_report
 
     try:
-        return write_report(runs, page)
+        return write_report(runs, page, shared_script=shared_script)
     except ImportError as error:
         raise UserError(str(error)) from None
     except OSError as error:
-        raise UserError(f"cannot write {page}: {error.strerror}") from None
+        raise UserError(f"cannot write {error.filename or page}: {error.strerror}") from None
 
 
 def _print(runs: list[Run], output: Path | None) -> None:

@@ -96,6 +96,13 @@ def run(
             autocompletion=completing(*LEVELS),
         ),
     ] = None,
+    shared_script: Annotated[
+        bool,
+        typer.Option(
+            "--shared-script",
+            help="Load plotly.js (5 MB, written once) from a file in the folder of runs, so that reports are small.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final summary as one line of JSON.")] = False,
 ) -> None:
     """Run a training script with castwise instead of torch.amp, and write a report when it ends.
@@ -127,7 +134,7 @@ def run(
     from castwise._cli.script import Ending, Script, Watching
 
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions, spikes, capsules)
+    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions, spikes, capsules, shared_script)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
 
 

@@ -53,6 +53,7 @@ class Watching(NamedTuple):
         exemptions: Patterns of parameters that are exempt from invariants.
         spikes: Whether to keep what tells more of the cause of a spike.
         capsules: Largest number of capsules of faults.
+        shared_script: Whether reports load plotly.js from a file in the folder of runs.
     """
 
     out: Path
@@ -62,6 +63,7 @@ class Watching(NamedTuple):
     exemptions: Mapping[str, Sequence[str]]
     spikes: bool
     capsules: int
+    shared_script: bool
 
 
 class Script:
@@ -86,6 +88,7 @@ class Script:
             "invariants": watching.exemptions,
             "spikes": watching.spikes,
             "capsules": watching.capsules,
+            "shared_script": watching.shared_script,
         }
         account = Account(out, watching.every, watching.diagnoses, **checked)
         account.report_failure = _print_failure

@@ -38,6 +38,7 @@ def install(
     invariants: bool | Mapping[str, Sequence[str]] = True,
     spikes: bool = False,
     capsules: int = 3,
+    shared_script: bool = False,
 ) -> None:
     """Replace torch's mixed precision with castwise's in this process, and find mistakes in its use.
 
@@ -69,6 +70,8 @@ def install(
         spikes: Keep in recorded runs what tells more of the cause of a sudden rise of the loss; see `Monitor`.
         capsules: Largest number of capsules in a run's folder, >= 0: files with weights and batch of a diagnosed fault,
             to replay it elsewhere. See `castwise.diagnosis.Capsule`.
+        shared_script: Load plotly.js in `report.html` from `castwise-plotly-<version>.js` in `out`, which reports of
+            all runs share, instead of from the report itself.
 
     Raises:
         RuntimeError: castwise is already installed.
@@ -101,6 +104,7 @@ def install(
     if spikes and out is None:
         raise ValueError("spikes=True requires a folder for its records: pass out=... too")
     checked: dict[str, Any] = {"skips": guard, "invariants": invariants, "spikes": spikes, "capsules": capsules}
+    checked["shared_script"] = shared_script
     account = Account(out, every, diagnoses, **checked)
     begin(account, Settings(policy, schedule, weight_cache))
 
@@ -173,6 +177,7 @@ def installed(
     invariants: bool | Mapping[str, Sequence[str]] = True,
     spikes: bool = False,
     capsules: int = 3,
+    shared_script: bool = False,
 ) -> Iterator[None]:
     """Call `install` at the start of a block and `uninstall` at its end, even after an error.
 
@@ -187,6 +192,7 @@ def installed(
         invariants: See `install`.
         spikes: See `install`.
         capsules: See `install`.
+        shared_script: See `install`.
 
     Example:
         >>> import castwise, torch
@@ -206,6 +212,7 @@ def installed(
         invariants=invariants,
         spikes=spikes,
         capsules=capsules,
+        shared_script=shared_script,
     )
     try:
         yield

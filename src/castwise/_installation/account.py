@@ -72,6 +72,7 @@ class Account(Observer):
         invariants: Whether monitors check invariants, or what is exempt from them; see `Monitor`.
         spikes: Whether monitors look for spikes of the loss; see `Monitor`.
         capsules: Largest number of capsules of faults.
+        shared_script: Whether the report loads plotly.js from a file in the folder of runs.
 
     Raises:
         TypeError, ValueError: `every` is not an integer >= 1, or `invariants` is not what `Monitor` accepts.
@@ -87,6 +88,7 @@ class Account(Observer):
         invariants: bool | Mapping[str, Sequence[str]] = True,
         spikes: bool = False,
         capsules: int = MOST,
+        shared_script: bool = False,
     ) -> None:
         check_every(every)
         Exemptions(invariants)
@@ -94,6 +96,7 @@ class Account(Observer):
         self._diagnoses, self._skips, self._capsules = diagnoses, skips, capsules
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
+        self._shares_script = shared_script
         self.out, self._every = None if out is None else _absolute(Path(out)), every
         self._folder = None if self.out is None else RunFolder(self.out)
         self.failure = ""
@@ -162,7 +165,7 @@ class Account(Observer):
         run = self._folder.run
         if run is None:  # it was deleted
             return None
-        return end([run], run / REPORT)
+        return end([run], run / REPORT, self.out if self._shares_script and self.out is not None else False)
 
     @property
     def run(self) -> Path | None:

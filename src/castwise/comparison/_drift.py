@@ -276,22 +276,24 @@ class Drift(Shown):
             "notes": list(self.notes),
         }
 
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the result as one self-contained HTML page with plots.
+    def report(self, path: str | os.PathLike[str], *, shared_script: bool | str | os.PathLike[str] = False) -> Path:
+        """Write the result as one HTML page: a heat map of modules and policies, plots, and tables.
 
         Args:
-            path: Where to write. An existing file is replaced.
+            path: Where to write. An existing page of castwise is replaced.
+            shared_script: Load plotly.js from a file beside the page; see `castwise.report.write_report`.
 
         Returns:
             `path`.
 
         Raises:
+            FileExistsError: There is a file that castwise has not written.
             ImportError: plotly or jinja2 is not installed; they come with `castwise[report]`.
             OSError: The page cannot be written.
         """
         from castwise.comparison._drift_report import write_drift_report
 
-        return write_drift_report(self, path)
+        return write_drift_report(self, path, shared_script=shared_script)
 
 
 def _alone(drift: PolicyDrift) -> Iterator[Block]:

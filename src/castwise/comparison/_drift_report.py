@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from castwise import _files
 from castwise._number_text import percent
 from castwise.report import _html_report as report
+from castwise.report._plotly_script import packed, script_hash
 
 if TYPE_CHECKING:
     from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift
@@ -22,7 +23,12 @@ AT_FIRST = 40
 
 
 def write_drift_report(
-    drift: Drift, path: str | os.PathLike[str], tuned: Any = None, frontier: Mapping[str, Any] | None = None
+    drift: Drift,
+    path: str | os.PathLike[str],
+    tuned: Any = None,
+    frontier: Mapping[str, Any] | None = None,
+    *,
+    shared_script: bool | str | os.PathLike[str] = False,
 ) -> Path:
     """Write one HTML page about a comparison to `path`; see `Drift.report`.
 
@@ -31,8 +37,10 @@ def write_drift_report(
         path: The page.
         tuned: The `castwise.tuning.Tuned` that the comparison is part of.
         frontier: What to draw of its policies, as lists of the same length.
+        shared_script: See `castwise.report.write_report`.
     """
-    environment, plotly_js = report._environment(), report._plotly_js()
+    environment, target = report._environment(), Path(path)
+    plotly = report._plotly_for(target, report._plotly_js(), shared_script)
     script = report._script("drift.js")
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
     page = environment.get_template("drift.html.j2").render(
@@ -51,19 +59,18 @@ def write_drift_report(
         ],
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
-        figures=report._packed(
+        figures=packed(
             report._json(
                 {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in shown}, "frontier": frontier}
             )
         ),
         css=report._template("report.css"),
         dark=report._template("dark.css"),
-        plotly=report._packed(plotly_js),
+        plotly=plotly,
         script=script,
-        script_hashes=[report._hash(plotly_js), report._hash(script)],
+        script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    target = Path(path)
     _files.replace(target, page.encode(errors="backslashreplace"), "a page", report.is_page)
     return target
 

@@ -1,14 +1,11 @@
-"""`write_report`: write runs as one self-contained HTML file that needs no network, server or other files.
+"""`write_report`: write runs as one HTML file that needs no network, no server and, unless asked for, no other files.
 
-The page's Content-Security-Policy blocks all loading and allows only its two scripts, by hash. Module names and
-settings therefore appear as text, whatever they contain.
+The page's Content-Security-Policy blocks all loading and allows only its two scripts. Module names and settings
+therefore appear as text, whatever they contain.
 """
 
 from __future__ import annotations
 
-import base64
-import gzip
-import hashlib
 import json
 import math
 import os
@@ -31,6 +28,7 @@ from castwise.report._figures import Figure, align
 from castwise.report._figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.report._figures.maps import KINDS, MEASURES, heat_map
 from castwise.report._figures.timeline import timeline
+from castwise.report._plotly_script import PlotlyScript, in_file, in_page, packed, script_hash
 from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
 from castwise.report._run_facts import RunFacts, shown
 from castwise.report._verdicts import Verdict, judge
@@ -166,8 +164,13 @@ class RunView:
         }
 
 
-def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.PathLike[str]) -> Path:
-    """Write one self-contained HTML page about one or more runs, side by side; see `read_runs` for ranks and attempts.
+def write_report(
+    runs: Iterable[str | os.PathLike[str] | Run],
+    path: str | os.PathLike[str],
+    *,
+    shared_script: bool | str | os.PathLike[str] = False,
+) -> Path:
+    """Write one HTML page about one or more runs, side by side; see `read_runs` for ranks and attempts.
 
     The page's size does not grow with the length of the runs: about 2 MB of packed plotly.js, plus under 1 MB for a run
     of 300 modules.
@@ -176,6 +179,8 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
         runs: Folders, of a record, a run or several (then the latest), `monitor.jsonl.gz` files, or
             `castwise.monitor.Run` objects; at least one.
         path: File to write; an existing page of castwise is replaced.
+        shared_script: Instead of holding plotly.js, load it from `castwise-plotly-<version>.js` in the page's folder,
+            or in the given one. The file is written if it is not there. The page without it has no figures.
 
     Returns:
         `path`.
@@ -197,8 +202,9 @@ def write_report(runs: Iterable[str | os.PathLike[str] | Run], path: str | os.Pa
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
+    script = _plotly_for(target, plotly_js, shared_script)
     # A path may contain characters that cannot be encoded.
-    page = _page(environment, plotly_js, views).encode(errors="backslashreplace")
+    page = _page(environment, script, views).encode(errors="backslashreplace")
     _files.replace(target, page, "a page", is_page)
     return target
 
@@ -247,6 +253,15 @@ def _plotly_js() -> str:
     return str(get_plotlyjs())
 
 
+def _plotly_for(page: Path, plotly_js: str, shared: bool | str | os.PathLike[str]) -> PlotlyScript:
+    """Return how a page gets plotly.js; see `write_report` for `shared`."""
+    if shared is False:
+        return in_page(plotly_js)
+    from plotly.offline import get_plotlyjs_version
+
+    return in_file(plotly_js, get_plotlyjs_version(), page, page.parent if shared is True else Path(shared))
+
+
 def _missing(name: str) -> ImportError:
     return ImportError(f"a report needs {name}: pip install 'castwise[report]'")
 
@@ -255,7 +270,7 @@ def _template(name: str) -> str:
     return (resources.files("castwise.report") / "templates" / name).read_text(encoding="utf-8")
 
 
-def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) -> str:
+def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunView]) -> str:
     script = _script("report.js")
     figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
     return environment.get_template("report.html.j2").render(
@@ -268,12 +283,12 @@ def _page(environment: Environment, plotly_js: str, views: Sequence[RunView]) ->
         all_modules=ALL_MODULES,
         max_name=MAX_NAME,
         modules=list(dict.fromkeys(name for view in views for name in view.facts.gradients)),
-        figures=_packed(_json(figures)),
+        figures=packed(_json(figures)),
         css=_template("report.css"),
         dark=_template("dark.css"),
-        plotly=_packed(plotly_js),
+        plotly=plotly,
         script=script,
-        script_hashes=[_hash(plotly_js), _hash(script)],
+        script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
 
@@ -286,16 +301,6 @@ def _script(name: str) -> str:
 def _json(value: object) -> str:
     """Return compact JSON; NaN is an error."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def _packed(text: str) -> str:
-    """Return compressed text as base64, which cannot close a script element."""
-    return base64.b64encode(gzip.compress(text.encode(errors="backslashreplace"), compresslevel=6, mtime=0)).decode()
-
-
-def _hash(script: str) -> str:
-    """Return a script's hash as Content-Security-Policy spells it."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def _powers(text: str) -> Any:

@@ -190,12 +190,13 @@ def _indent_of(line: str) -> str:
     return line[: len(line) - len(line.lstrip())]
 
 
-def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None:
+def end(records: Sequence[str | os.PathLike[str]], page: Path, shared_script: bool | Path = False) -> Summary | None:
     """Judge finished runs and write their report; a failure is a RuntimeWarning, not an error.
 
     Args:
         records: Record files, or folders with records: of one model, or of a run.
         page: File to write the report to.
+        shared_script: See `write_report`.
 
     Returns:
         None if a record cannot be read.
@@ -207,7 +208,7 @@ def end(records: Sequence[str | os.PathLike[str]], page: Path) -> Summary | None
         return None
     report: Path | None = None
     try:
-        report = write_report(runs, page)
+        report = write_report(runs, page, shared_script=shared_script)
     except (ImportError, OSError, ValueError) as error:
         warn(f"could not write the report in {page.parent} (the record is complete): {error}", RuntimeWarning)
     return Summary.of(runs, report)

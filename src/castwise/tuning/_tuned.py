@@ -166,8 +166,16 @@ class Tuned(Shown):
             "drift": self.drift.as_dict(),
         }
 
-    def report(self, path: str | os.PathLike[str]) -> Path:
-        """Write the result as one HTML page with plots to `path`; see `Drift.report`."""
+    def report(self, path: str | os.PathLike[str], *, shared_script: bool | str | os.PathLike[str] = False) -> Path:
+        """Write the result as one HTML page with plots; see `Drift.report`.
+
+        Args:
+            path: See `Drift.report`.
+            shared_script: See `Drift.report`.
+
+        Returns:
+            `path`.
+        """
         from castwise.comparison._drift_report import write_drift_report
 
         points = [point for point in self.frontier.points if math.isfinite(point.error)]
@@ -180,7 +188,7 @@ class Tuned(Shown):
             "tolerance": self.tolerance,
             "kind": self.cost_in_words,
         }
-        return write_drift_report(self.drift, path, self, frontier)
+        return write_drift_report(self.drift, path, self, frontier, shared_script=shared_script)
 
 
 def _rules(policy: Policy) -> list[str]:

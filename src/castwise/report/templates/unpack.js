@@ -1,11 +1,31 @@
-// Unpacks what a page holds as base64 of gzip: its figures, and the library that draws them.
+// Unpacks what a page holds as base64 of gzip: its figures, and the library that draws them unless that is in a file.
 "use strict";
+const bytes = (text) => (Uint8Array.fromBase64 ? Uint8Array.fromBase64(text)
+  : Uint8Array.from(atob(text), (each) => each.charCodeAt(0)));
 const unpacked = async (id) => {
-  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (each) => each.charCodeAt(0));
+  const packed = bytes(document.getElementById(id).textContent);
   return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 };
+// Returns whether there is a library; where figures would be, the page says which file is missing.
 const loadPlotly = async () => {
-  const script = document.createElement("script");
-  script.textContent = await unpacked("plotly");
+  const holder = document.getElementById("plotly"), script = document.createElement("script"), { url } = holder.dataset;
+  if (!url) {
+    script.textContent = await unpacked("plotly");
+    document.head.append(script);
+    return true;
+  }
+  script.nonce = holder.nonce;
+  script.src = url;
+  const ended = new Promise((resolve) => { script.onload = script.onerror = resolve; });
   document.head.append(script);
+  await ended;
+  if (window.Plotly) return true;
+  for (const plot of document.querySelectorAll(".plot")) {
+    plot.textContent = `Not drawn: this page loads its figures' script from ${decodeURI(url)}, which is not there.`;
+    plot.className = "empty";
+    plot.removeAttribute("role");
+    plot.removeAttribute("style");
+  }
+  for (const readout of document.querySelectorAll(".readout")) readout.hidden = true;
+  return false;
 };
