@@ -46,12 +46,13 @@ MAY_IMPORT = {
     "tuning": {"amp", "policy", "_recipes", "_doctor", "comparison", "report"},
     "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "_invariants", "diagnosis"},
     "report": {"amp", "monitor"},
+    "_fixing": {"_mistakes", "monitor", "report"},
     "_installation": {"amp", "policy", "weights", "master_weights", "diagnosis", "_mistakes", "_invariants", "monitor"}
     | {"report"},
     "integrations": {"amp", "distributed", "policy", "weights", "master_weights", "monitor", "report", "checking"},
     "_demo": {"amp", "monitor", "report", "_installation"},
     "_cli": {"amp", "policy", "tracing", "_mistakes", "_invariants", "monitor", "report", "_installation", "_doctor"}
-    | {"_demo", "checking", "comparison", "diagnosis", "tuning"},
+    | {"_demo", "_fixing", "checking", "comparison", "diagnosis", "tuning"},
 }
 USE_THE_PUBLIC_API = {"_demo", "_cli"}
 TORCHS_CLASSES = {"torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}

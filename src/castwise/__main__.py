@@ -9,7 +9,7 @@ Usage: castwise [--version] [--help] COMMAND
 
   A drop-in replacement for torch.amp that finds the cause of NaNs and skipped steps.
 
-  The commands check, compare, demo, diagnose, doctor, report, run, trace, tune and watch need the `cli` extra.
+  The commands check, compare, demo, diagnose, doctor, fix, report, run, trace, tune and watch need the `cli` extra.
   Once it is installed, `castwise --help` describes them:
 
       pip install 'castwise[cli]'

@@ -25,6 +25,7 @@ from castwise._cli.compare_tune_commands import compare, tune
 from castwise._cli.demo_command import demo
 from castwise._cli.diagnose_command import diagnose
 from castwise._cli.doctor_command import doctor
+from castwise._cli.fix_command import fix
 from castwise._cli.report_command import report
 from castwise._cli.run_command import run
 from castwise._cli.trace_command import trace
@@ -119,6 +120,7 @@ app.command(cls=_Command, epilog="Example: `castwise diagnose capsule-7.safetens
     diagnose
 )
 app.command(cls=_Command, epilog="Example: `castwise doctor --json > machine.json`")(doctor)
+app.command(cls=_Command, epilog="Example: `castwise fix --apply`")(fix)
 app.command(cls=_Command, epilog="Example: `castwise report runs/baseline runs/fp16 -o both.html`")(report)
 app.command(
     cls=_Command,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -15,14 +17,17 @@ from typing import Any, NamedTuple
 
 import castwise
 import castwise._installation
+from castwise._cli.completion import RUNS
 from castwise._cli.model_errors import is_ours
 from castwise._cli.program import Program
 from castwise._cli.report_text import print_summary
 from castwise._cli.termination import Termination
+from castwise._fixing.corrections import corrections
 from castwise._installation.account import Account
 from castwise._installation.settings import Settings
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
+from castwise._number_text import several
 from castwise.amp._schedules import Schedule
 from castwise.monitor._ranks import rank_now
 from castwise.monitor._records import MistakeRecord
@@ -161,7 +166,7 @@ class Script:
         if seen is not None:
             lines = [] if account.failure else [_without_records(account.run, seen)]
         mistakes = [MistakeRecord.of(mistake) for mistake in WATCH.found]  # including those found only now
-        notes = [*account.notes, *settings.notes]
+        notes = [*account.notes, *settings.notes, *_edits(out, summary)]
         self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
 
     def _print_summary(self, lines: list[str], summary: Summary, ending: Ending) -> None:
@@ -173,6 +178,15 @@ class Script:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)  # an exit handler cannot change the exit code in another way
+
+
+def _edits(out: Path, summary: Summary | None) -> list[str]:
+    """Return a line that leads to `castwise fix`, where it has an edit."""
+    edits = 0
+    with suppress(Exception):  # a script that cannot be read is no reason to end the run
+        edits = sum(len(script.fixed) for script in corrections(summary.runs if summary is not None else ()))
+    where = "" if str(out) == RUNS else f" {shlex.quote(str(out))}"
+    return [f"castwise fix{where} prints {several(edits, 'edit')} of the script for this"] if edits else []
 
 
 def _print_failure(text: str) -> None:

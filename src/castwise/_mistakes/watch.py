@@ -22,7 +22,7 @@ from castwise._mistakes.finder import Finder
 from castwise._mistakes.graph import leaves_of
 from castwise._mistakes.losses import Losses
 from castwise._mistakes.low_weights import LowWeights
-from castwise._mistakes.mistake import Mistake, Place
+from castwise._mistakes.mistake import Mistake, Place, in_names_of_script
 from castwise._mistakes.regions import Regions
 from castwise._mistakes.scalers import Scalers
 from castwise._mistakes.scalings import Scalings
@@ -169,7 +169,7 @@ class Watch(Observer):
         earlier = [mistake_before for mistake_before in self.found if mistake_before.name == name]
         if len(earlier) >= _PER_KIND or any(mistake_before.place == place for mistake_before in earlier):
             return
-        mistake = Mistake(name, text, corrected, place)
+        mistake = Mistake(name, text, in_names_of_script(corrected, place), place)
         self.found.append(mistake)
         for reference in tuple(self._subscribers):
             if (subscriber := reference()) is not None:

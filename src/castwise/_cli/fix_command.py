@@ -1,0 +1,117 @@
+"""`castwise fix`: correct the script of a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from castwise._cli.completion import RUNS
+from castwise._cli.report_command import _read_all, _run_with_records
+from castwise._files import exchange
+from castwise._user_error import UserError
+
+if TYPE_CHECKING:
+    from castwise._fixing.corrections import Corrected
+
+_BY_HAND = 1
+
+
+def fix(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or of several runs: then the latest.")
+    ] = Path(RUNS),
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Write the edits, with a copy of each script beside it.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="With --apply: also where git has changes that are not committed.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a diff.")] = False,
+) -> None:
+    """Print the edits that correct what a run has found in its script, as a diff.
+
+    Only what one place of the script decides: the rest is named, with the remedy. An edit is tried by the next run.
+    """
+    from castwise._fixing.corrections import corrections
+
+    try:
+        _, files = _run_with_records(run)
+        corrected = corrections(_read_all(files))
+        if apply:
+            _write_all([script for script in corrected if script.fixed], force)
+    except UserError as error:
+        typer.echo(f"castwise fix: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        typer.echo(json.dumps({"scripts": [script.record() for script in corrected]}, indent=2))
+    else:
+        _print(corrected, apply)
+    if any(script.by_hand for script in corrected):
+        raise typer.Exit(_BY_HAND)
+
+
+def _print(corrected: list[Corrected], applied: bool) -> None:
+    """Print the diff, and to standard error what the edits correct and what is left."""
+    for script in [] if applied else corrected:
+        typer.echo(script.diff(), nl=False)
+    for script in corrected:
+        for finding in script.fixed:
+            typer.echo(f"{script.path}:{finding.line}: {finding.text}", err=True)
+    for script in corrected:
+        for finding, why in script.by_hand:
+            remedy = finding.remedy.replace("\n", "\n    ")
+            text = f"{script.path}:{finding.line}: {finding.text}\n  by hand, because {why}:\n    {remedy}"
+            typer.echo(text, err=True)
+    if not corrected:
+        typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
+    elif any(script.fixed for script in corrected):
+        then = "run the script again to try them" if applied else "--apply writes them"
+        typer.echo(f"castwise fix: {_edits(corrected)}; {then}", err=True)
+
+
+def _edits(corrected: list[Corrected]) -> str:
+    from castwise._number_text import several
+
+    return several(sum(len(script.fixed) for script in corrected), "edit")
+
+
+def _write_all(scripts: list[Corrected], force: bool) -> None:
+    """Write scripts, all or none of those with changes that are not committed."""
+    for script in scripts:
+        if not force and _is_uncommitted(script.path):
+            raise UserError(f"{script.path} has changes that are not committed: commit them, or give --force")
+    for script in scripts:
+        try:
+            copy = _copied(script)
+            exchange(script.path.resolve(), script.content())
+        except OSError as error:
+            raise UserError(f"cannot write {script.path}: {error.strerror}") from None
+        typer.echo(f"wrote {script.path}, with a copy in {copy}", err=True)
+
+
+def _is_uncommitted(path: Path) -> bool:
+    """Return True if git says so; False outside of its repositories, and without git."""
+    command = ["git", "status", "--porcelain", "--", path.name]
+    try:
+        done = subprocess.run(command, cwd=path.resolve().parent, capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0 and bool(done.stdout.strip())
+
+
+def _copied(script: Corrected) -> Path:
+    """Write a copy of a script beside it, under a name that is free."""
+    number = 0
+    while True:
+        copy = script.path.with_name(f"{script.path.name}.orig{number or ''}")
+        try:
+            with copy.open("xb") as file:
+                file.write(script.raw)
+        except FileExistsError:
+            number += 1
+        else:
+            return copy

@@ -1,0 +1,1 @@
+"""Edits of a script that correct its mistakes: what `castwise fix` prints."""

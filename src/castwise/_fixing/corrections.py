@@ -1,0 +1,169 @@
+"""`corrections`: the edits for what a run has found, script by script."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import os
+import tokenize
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from castwise._fixing.edits import Change, changed
+from castwise._fixing.mistake_fixes import Fix, fix_of_mistake
+from castwise._fixing.op_fixes import fix_of_op
+from castwise._mistakes.mistake import is_passed_over
+from castwise._script_source import ScriptSource
+from castwise.monitor._recorded_run import Run, distinct_mistakes
+from castwise.monitor._records import MistakeRecord
+from castwise.report._diagnosed import Diagnosed, diagnosed
+
+
+class Finding(NamedTuple):
+    """Something that a run has found in a line of a script.
+
+    Args:
+        file: Path of the script.
+        line: Line number, from 1.
+        source: The line's text when the run was made, without indentation.
+        text: What is wrong.
+        remedy: The remedy in words or code.
+        record: Where it comes from.
+    """
+
+    file: str
+    line: int
+    source: str
+    text: str
+    remedy: str
+    record: MistakeRecord | Diagnosed
+
+    def fix(self, source: ScriptSource, line: int) -> Fix:
+        """Return the changes that correct it in a script where its line now has this number."""
+        if source.line(line).strip() != self.source:
+            return "the line has changed since the run"
+        if isinstance(self.record, MistakeRecord):
+            return fix_of_mistake(self.record.name, source, line)
+        return fix_of_op(self.record.op, self.record.advice, source, line)
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """A script and its edits.
+
+    Args:
+        path: The script.
+        raw: Its bytes.
+        encoding: Their encoding.
+        old: Its text.
+        new: Its text with all edits.
+        fixed: What the edits correct.
+        by_hand: What they do not, and why.
+    """
+
+    path: Path
+    raw: bytes = b""
+    encoding: str = "utf-8"
+    old: str = ""
+    new: str = ""
+    fixed: Sequence[Finding] = ()
+    by_hand: Sequence[tuple[Finding, str]] = field(default_factory=tuple)
+
+    def diff(self) -> str:
+        """Return a unified diff, which `patch` and `git apply` read; "" without edits."""
+        lines = difflib.unified_diff(_rows(self.old), _rows(self.new), f"a/{self.path}", f"b/{self.path}")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+    def record(self) -> dict[str, object]:
+        """Return JSON-compatible values."""
+        left = [{**self._facts(finding), "why": why, "remedy": finding.remedy} for finding, why in self.by_hand]
+        fixed = [self._facts(finding) for finding in self.fixed]
+        return {"script": str(self.path), "diff": self.diff(), "fixed": fixed, "by_hand": left}
+
+    def _facts(self, finding: Finding) -> dict[str, object]:
+        return {"line": finding.line, "text": finding.text}
+
+    def content(self) -> bytes:
+        """Return the bytes of the new script."""
+        return self.new.encode(self.encoding)
+
+
+def corrections(runs: Sequence[Run]) -> list[Corrected]:
+    """Return each script that runs have found something in, with its edits, in order of the first finding."""
+    files: dict[str, list[Finding]] = {}
+    for finding in findings(runs):
+        files.setdefault(finding.file, []).append(finding)
+    return [_corrected(_from_here(Path(file)), found) for file, found in files.items()]
+
+
+def findings(runs: Sequence[Run]) -> Iterator[Finding]:
+    """Yield what runs have found in lines that are known."""
+    for mistake in distinct_mistakes(runs):
+        if mistake.file:
+            yield Finding(mistake.file, mistake.line, mistake.source, mistake.text, mistake.corrected, mistake)
+    known: set[tuple[str, str]] = set()
+    for one in (one for run in runs for one in diagnosed(run.diagnoses)):
+        file, _, line = one.line.rpartition(":")
+        if file and one.advice and (one.line, one.op) not in known:
+            known.add((one.line, one.op))
+            yield Finding(file, int(line), one.source, one.summary, one.advice, one)
+
+
+def _from_here(path: Path) -> Path:
+    try:
+        return path.relative_to(os.getcwd())
+    except (OSError, ValueError):
+        return path
+
+
+def _corrected(path: Path, found: Iterable[Finding]) -> Corrected:
+    found = sorted(found, key=lambda finding: finding.line)
+    try:
+        if is_passed_over(os.path.abspath(path)) or {"site-packages", "dist-packages"} & set(path.parts):
+            raise ValueError("it belongs to an installed package")
+        raw = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+        text = raw.decode(encoding)
+        source = ScriptSource(text)
+    except (OSError, SyntaxError, ValueError) as error:
+        why = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
+        return Corrected(path, by_hand=[(finding, why) for finding in found])
+    corrected = Corrected(path, raw, encoding, text, text)
+    changes: list[tuple[Change, ...]] = []
+    for finding in found:
+        line = _line_now(finding.line, ScriptSource(text), changes)
+        fix = finding.fix(source, line)
+        if not isinstance(fix, str):
+            fix = _tried(source, fix)
+        if isinstance(fix, str):
+            corrected = replace(corrected, by_hand=[*corrected.by_hand, (finding, fix)])
+            continue
+        changes.append(fix)
+        source = ScriptSource(changed(source.text, fix))
+        corrected = replace(corrected, new=source.text, fixed=[*corrected.fixed, finding])
+    return corrected
+
+
+def _tried(source: ScriptSource, fix: tuple[Change, ...]) -> Fix:
+    """Return the changes, or why not if the script would not be Python after them."""
+    try:
+        compile(changed(source.text, fix), "<edited>", "exec")
+    except (SyntaxError, ValueError):
+        return "the edit would not be Python"
+    return fix
+
+
+def _line_now(line: int, source: ScriptSource, changes: Iterable[tuple[Change, ...]]) -> int:
+    """Return the number that a line of the script has after changes, each set of which was made after the others."""
+    end = source.offset(line, 0) + len(source.line(line))
+    text = source.text
+    for fix in changes:
+        moved = sum(len(change.text) - (change.end - change.start) for change in fix if change.start < end)
+        text, end = changed(text, fix), end + moved
+    return ScriptSource(text).line_of(end)
+
+
+def _rows(text: str) -> list[str]:
+    return list(io.StringIO(text, newline=""))
