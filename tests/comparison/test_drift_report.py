@@ -11,15 +11,22 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from selenium.webdriver.common.by import By
+from tests.browser import contrast_ratio
 from tests.report.test_report_browser import EVIL, Browser, contrast
 from torch import nn
 
 import castwise
 from castwise import policies
 from castwise.comparison import Drift
+from castwise.comparison._drift_map import heat_map
 from castwise.tuning import Tuned
 
 LAYERS = 300
+# Look, colour and ground of each kind of cell of a heat map.
+LOOKS = """Object.values(Object.fromEntries([...document.querySelectorAll('.heat td span')].map(cell => {
+    const style = getComputedStyle(cell), look = cell.className.split(' ').pop();
+    return [look, [look, style.color, style.backgroundColor]];
+}))).filter(([look, , ground]) => !ground.endsWith(', 0)'))"""
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +81,27 @@ def choose(browser: Browser, control: str, value: str) -> None:
     browser.driver.execute_script(script)
 
 
-def test_the_largest_effects_are_drawn_in_the_models_order_and_all_on_request(browser: Browser, page: Path) -> None:
+def test_the_largest_effects_are_drawn_and_all_on_request(browser: Browser, page: Path, drift: Drift) -> None:
     browser.open(page)
+    shown = "[...document.querySelectorAll('.heat tbody tr')].filter(row => row.getClientRects().length)"
+    names = f"{shown}.map(row => row.dataset.name)"
+    assert len(browser.run(names)) == 24
+    assert browser.run("document.querySelector('.heat tbody tr .of-introduced.heat-bad').innerText") == "✕ inf"
+    assert browser.run(f"{shown}.some(row => row.innerText.includes('inf') && row.dataset.name === '0.7.0')")
+    by_error = browser.run(names)
+    browser.driver.execute_script("document.querySelector('#heat-controls [value=effect]').click()")
+    assert browser.run("document.querySelector('.heat .of-introduced').getClientRects().length") == 0
+    assert browser.run(names)[0] == drift["fp16"].modules[0].name
+    assert browser.run(names) != by_error
+    browser.driver.execute_script("document.querySelector('#heat-controls [name=all]').click()")
+    assert len(browser.run(names)) == len(drift["bf16"].modules)
+    browser.enter("#heat-controls [name=search]", "0.7.")
+    assert sorted(browser.run(names)) == ["0.7.0", "0.7.1"]
     assert len(bars(browser)) == len(bars(browser, 1)) == 40
     assert browser.run("document.getElementById('bars').layout.xaxis.type") == "log"
     assert browser.run("document.querySelectorAll('#bars .barlayer .point').length") > 40
     assert "40 of" in browser.driver.find_element(By.ID, "bars-caption").text
-    browser.driver.find_element(By.CSS_SELECTOR, "#bars-controls [name=all]").click()
+    browser.driver.execute_script("document.querySelector('#bars-controls [name=all]').click()")
     browser.wait_for("document.getElementById('bars').data[0].x.length > 300")
     assert browser.run("document.getElementById('bars').clientHeight") > 26 * LAYERS
     labels = browser.run("document.getElementById('bars').layout.yaxis.ticktext")
@@ -93,7 +114,7 @@ def test_names_are_filtered_and_policies_picked(browser: Browser, page: Path) ->
     choose(browser, "search", "0.7.")
     browser.wait_for("document.getElementById('bars').data[0].x.length === 2")
     choose(browser, "policy", "fp16")
-    browser.wait_for("document.getElementById('bars').data[0].text[0].includes('effect inf')")
+    browser.wait_for("document.getElementById('bars').data[0].customdata[0].includes('effect inf')")
     shown = "[...document.querySelectorAll('.effects:not([hidden])')].map((each) => each.dataset.policy)"
     assert browser.run(shown) == ["fp16"]
     of_rows = ".effects:not([hidden]) tbody tr:not([hidden]) th"
@@ -124,6 +145,10 @@ def test_text_and_plots_can_be_read_in_light_and_dark_on_screens_of_any_width(br
             assert contrast(browser, selector, "color") >= 4.5, selector
         for selector in ("#bars .xtick text", "#bars .ytick text", "#bars .legendtext"):
             assert contrast(browser, selector, "fill") >= 4.5, selector
+        looks = browser.run(LOOKS)
+        assert len(looks) >= 6
+        for look, text, ground in looks:
+            assert contrast_ratio(text, ground) >= 4.5, (theme, look)
 
 
 def test_it_is_plain_why_a_policy_has_failed(browser: Browser, tmp_path: Path) -> None:
@@ -138,27 +163,37 @@ def test_it_is_plain_why_a_policy_has_failed(browser: Browser, tmp_path: Path) -
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4), RefusesHalf(4, 4))
     with torch.no_grad():
         model[2].weight.mul_(1e6)
-    policy = {"fp16": policies.fp16, "overflow": castwise.Policy("float32", modules={"2": "float16"})}
+    policy = {
+        "fp32": castwise.Policy("float32"),
+        "fp16": policies.fp16,
+        "overflow": castwise.Policy("float32", modules={"2": "float16"}),
+    }
     found = castwise.compare(model, batches(), policy, loss=F.cross_entropy)
     failures = ["cannot be run: ValueError: no <kernel> for Half"]
     failures.append(f"its loss is {found['overflow'].summary.loss}: 2 (Linear) produces non-finite values")
     browser.open(found.report(tmp_path / "failed.html"))
-    shown = [each.text for each in browser.driver.find_elements(By.CSS_SELECTOR, "#summary .critical")]
+    shown = [each.text for each in browser.driver.find_elements(By.CSS_SELECTOR, "#map .critical")]
     assert len(shown) == 2
-    for text, name, failure in zip(shown, policy, failures, strict=True):
+    for text, name, failure in zip(shown, ["fp16", "overflow"], failures, strict=True):
         assert name in text
         assert failure in text
     summary = browser.driver.find_element(By.CSS_SELECTOR, "#summary tbody").text
     assert "fp16 cannot be run" in summary.splitlines()
-    assert failures[0] in browser.driver.find_element(By.ID, "bars-caption").text
-    choose(browser, "policy", "overflow")
-    browser.wait_for("document.getElementById('bars').data[0].x.length === 5")
-    assert contrast(browser, "#summary .critical p", "color") >= 4.5
+    policies_drawn = "[...document.querySelectorAll('#bars-controls option')].map(option => option.value)"
+    assert browser.run(policies_drawn) == ["fp32", "overflow"]
+    assert browser.run("document.querySelector('#bars-controls select').value") == "overflow"  # fp32 has no errors
+    assert browser.run("document.getElementById('bars').data[0].text").count("not finite") == 1
+    assert "100% not finite" in browser.driver.find_element(By.CSS_SELECTOR, ".effects:not([hidden])").text
+    heads = browser.driver.find_elements(By.CSS_SELECTOR, ".heat thead th")
+    assert [head.text for head in heads] == ["Module", "fp32", "overflow fp32"]
+    choose(browser, "policy", "fp32")
+    browser.wait_for("document.getElementById('bars').data[0].text.join('') === '00000'")
+    assert contrast(browser, "#map .critical p", "color") >= 4.5
     assert browser.logs("browser") == []
 
 
 def test_the_frontier_is_a_curve_with_the_chosen_point(browser: Browser, tuned: Tuned, tmp_path: Path) -> None:
-    browser.open(tuned.report(tmp_path / "tuned.html"))
+    browser.open(tuned.report(tmp_path / "tuned.html", shared_script=True))
     assert browser.run("document.documentElement.dataset.drawn") == "2"
     found = browser.run("document.getElementById('frontier-plot').data.map((each) => [each.name, each.x])")
     assert found == [
@@ -166,11 +201,42 @@ def test_the_frontier_is_a_curve_with_the_chosen_point(browser: Browser, tuned: 
         ["chosen", [tuned.cost]],
     ]
     assert browser.run("document.getElementById('frontier-plot').layout.shapes[0].y0") == 2e-4
-    text = browser.driver.find_element(By.ID, "summary").text
+    assert "0" in browser.run("document.getElementById('frontier-plot').layout.yaxis.ticktext")  # float32's error
+    chosen = "[...document.querySelectorAll('.heat td.chosen')].map(cell => cell.title.split(':')[0])"
+    expected = [f"{name or '(root)'}, {format_name}" for name, format_name in tuned.formats.items()]
+    assert sorted(browser.run(chosen)) == sorted(expected)
+    assert browser.run("document.querySelectorAll('.heat td.chosen .of-introduced .tick').length") == len(expected)
+    assert "gradient cosine" not in browser.driver.find_element(By.ID, "summary").text  # of which nothing is known
+    assert "not known" not in browser.driver.find_element(By.ID, "effects").text
+    text = browser.driver.find_element(By.ID, "map").text
     assert f"{tuned.cost:.3f}" in text
     assert "within the tolerance" in text
     assert "Not tried" in browser.driver.find_element(By.ID, "notes").text
     assert browser.logs("browser") == []
+
+
+def test_a_cell_says_what_a_module_really_runs_in() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 4))
+    both = {"bf16": policies.bf16, "mixed": castwise.Policy("bfloat16", modules={"1": "float32"})}
+    drift = castwise.compare(model, batches(), both, loss=F.cross_entropy, gradients=False)
+    map_ = heat_map(drift, {"1": "mixed"})
+    assert map_ is not None
+    assert map_.policies == [("bf16", "bf16"), ("mixed", "bf16")]
+    assert set(map_.measures) == {"introduced", "effect"}
+    cells = {row.name: row.cells for row in map_.rows}
+    assert [[cell.format for cell in cells[name]] for name in ("0", "1", "2", "3")] == [
+        ["fp32", "fp32"],
+        ["", "fp32"],
+        ["", "fp32"],
+        ["", ""],
+    ]
+    assert cells["1"][0].values["introduced"].look == "8"
+    assert cells["1"][1].values["introduced"].text == "0"
+    assert [cell.is_chosen for row in map_.rows for cell in row.cells].count(True) == 1
+    assert cells["1"][1].is_chosen
+    assert drift["bf16"]["0"].computes_in == "bfloat16"
+    assert drift["bf16"]["0"].returns == "float32"
 
 
 def test_without_plotly_the_extra_is_named(drift: Drift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

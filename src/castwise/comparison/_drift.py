@@ -49,6 +49,8 @@ class ModuleDrift:
             inputs and output gradients; None if unknown: for sharded weights, weights that a hook computes, and noise.
         carried_gradients: The rest of `gradients`.
         problem: Why something is missing; "" if nothing is.
+        returns: The dtypes of its outputs under the policy, such as "float32" for a norm that is kept in fp32, or
+            "bfloat16, float32".
     """
 
     name: str
@@ -65,6 +67,7 @@ class ModuleDrift:
     introduced_gradients: Errors | None = None
     carried_gradients: Errors | None = None
     problem: str = ""
+    returns: str = ""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,27 @@ class PolicyDrift:
                 return f"the first non-finite values are in the output of {module.name or '(root)'}"
         return "all modules return finite values, so it comes from the loss function"
 
+    def _blocks_alone(self) -> Iterator[Block]:
+        """Yield a table of the modules that were compiled by themselves, by the growth of their errors."""
+        known = [(each, *_both(each)) for each in self.alone if each.compiled is not None and each.eager is not None]
+        known.sort(key=lambda row: row[1] / row[2] if row[2] else (math.inf if row[1] else 0.0), reverse=True)
+        if known:
+            rows = [
+                (each.name, each.type, _number(own), _number(eager), f"{own / eager:.3g}" if eager else "")
+                for each, own, eager in known[:SHOWN_MODULES]
+            ]
+            more = len(known) - SHOWN_MODULES
+            yield Table(
+                [("module", "type", "compiled", "eager", "compiled / eager"), *rows],
+                {2, 3, 4},
+                f"{self.name}: each module compiled by itself, errors relative to float64",
+                f"and {several(more, 'more module')}: drift[{self.name!r}].alone" if more > 0 else "",
+            )
+        failed = [each for each in self.alone if each.problem]
+        if failed:
+            first = f"the first {failed[0].name}: {failed[0].problem}"
+            yield f"{self.name}: {several(len(failed), 'module')} could not be compared, {first}"
+
     def rows(self, noise: PolicyDrift | None = None) -> list[tuple[str, ...]]:
         """Return the rows of the table of modules as text, header first.
 
@@ -201,7 +225,7 @@ class Drift(Shown):
             if policy_drift.problem:  # listed in the notes
                 continue
             if not policy_drift.modules:
-                yield from _alone(policy_drift)
+                yield from policy_drift._blocks_alone()
                 continue
             rows = policy_drift.rows(self.noise)
             more = len(rows) - 1 - SHOWN_MODULES
@@ -294,28 +318,6 @@ class Drift(Shown):
         from castwise.comparison._drift_report import write_drift_report
 
         return write_drift_report(self, path, shared_script=shared_script)
-
-
-def _alone(drift: PolicyDrift) -> Iterator[Block]:
-    """Yield a table of the modules that were compiled by themselves, by the growth of their errors."""
-    known = [(each, *_both(each)) for each in drift.alone if each.compiled is not None and each.eager is not None]
-    known.sort(key=lambda row: row[1] / row[2] if row[2] else (math.inf if row[1] else 0.0), reverse=True)
-    if known:
-        rows = [
-            (each.name, each.type, _number(own), _number(eager), f"{own / eager:.3g}" if eager else "")
-            for each, own, eager in known[:SHOWN_MODULES]
-        ]
-        more = len(known) - SHOWN_MODULES
-        yield Table(
-            [("module", "type", "compiled", "eager", "compiled / eager"), *rows],
-            {2, 3, 4},
-            f"{drift.name}: each module compiled by itself, errors relative to float64",
-            f"and {several(more, 'more module')}: drift[{drift.name!r}].alone" if more > 0 else "",
-        )
-    failed = [each for each in drift.alone if each.problem]
-    if failed:
-        first = f"the first {failed[0].name}: {failed[0].problem}"
-        yield f"{drift.name}: {several(len(failed), 'module')} could not be compared, {first}"
 
 
 def _both(module: ModuleAlone) -> tuple[float, float]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise import _files
 from castwise._number_text import percent
+from castwise._shown import as_html
+from castwise.comparison._drift_map import STEPS, heat_map, runs_in, short
 from castwise.report import _html_report as report
 from castwise.report._plotly_script import packed, script_hash
 
@@ -18,8 +20,10 @@ if TYPE_CHECKING:
     from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift
     from castwise.comparison._errors import Errors
 
-# Number of rows drawn at first: those with the largest effects.
-AT_FIRST = 40
+# Number of bars, and of rows of the heat map, drawn at first: those with the largest effects.
+AT_FIRST, HEAT_AT_FIRST = 40, 24
+_COLUMNS = ("Effect", "Introduced", "Carried", "Gradients", "Gradients, introduced", "Gradients, carried")
+_UNKNOWN = "\N{EN DASH}"
 
 
 def write_drift_report(
@@ -40,28 +44,33 @@ def write_drift_report(
         shared_script: See `castwise.report.write_report`.
     """
     environment, target = report._environment(), Path(path)
+    from markupsafe import Markup
+
+    environment.filters["format_name"] = short
     plotly = report._plotly_for(target, report._plotly_js(), shared_script)
     script = report._script("drift.js")
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
+    drawn = [policy_drift for policy_drift in shown if policy_drift.modules]
+    compiled = [block for policy_drift in drift for block in policy_drift._blocks_alone()]
     page = environment.get_template("drift.html.j2").render(
         drift=drift,
         tuned=tuned,
+        frontier=() if tuned is None else tuned.frontier.rows(),
         not_tried=() if tuned is None else tuned.not_tried,
         not_called=(drift if tuned is None else tuned).not_called,
-        summary=drift.summary_rows(),
-        policies=[
-            {
-                "name": policy_drift.name,
-                "failure": policy_drift.failure,
-                "rows": [_row(module) for module in policy_drift.modules],
-            }
-            for policy_drift in shown
-        ],
+        summary=_without_empty_columns(drift.summary_rows()),
+        heat=heat_map(shown, {} if tuned is None else tuned.formats),
+        heat_steps=range(1, STEPS + 1),
+        failures=[policy_drift for policy_drift in shown if policy_drift.failure],
+        policies=[_effects(policy_drift) for policy_drift in drawn],
+        selected=next((policy_drift.name for policy_drift in drawn if _has_errors(policy_drift)), None),
+        alone=Markup(as_html(compiled)) if compiled else "",
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
+        heat_at_first=HEAT_AT_FIRST,
         figures=packed(
             report._json(
-                {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in shown}, "frontier": frontier}
+                {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in drawn}, "frontier": frontier}
             )
         ),
         css=report._template("report.css"),
@@ -75,8 +84,20 @@ def write_drift_report(
     return target
 
 
+def _without_empty_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    head, *others = rows
+    shown = [column for column in range(len(head)) if not others or any(row[column] for row in others)]
+    return [[row[column] for column in shown] for row in rows]
+
+
+def _has_errors(drift: PolicyDrift) -> bool:
+    """Return True if a bar would not be 0."""
+    both = [errors for module in drift.modules for errors in (module.introduced, module.carried)]
+    return any(errors is not None and errors.relative_rms != 0 for errors in both)
+
+
 def _bars(drift: PolicyDrift) -> dict[str, Any]:
-    """Return a policy's bars, module by module in model order; values that cannot be drawn are None."""
+    """Return a policy's bars, module by module in model order: None if not known, "inf" if not finite."""
     modules = sorted(drift.modules, key=lambda module: module.place)
     by_effect = {module.name: rank for rank, module in enumerate(drift.modules)}
     return {
@@ -85,22 +106,38 @@ def _bars(drift: PolicyDrift) -> dict[str, Any]:
         "carried": [_drawn(module.carried) for module in modules],
         "captions": [_caption(module) for module in modules],
         "rank": [by_effect[module.name] for module in modules],
-        "failure": "" if modules else drift.failure,  # there is nothing to draw
     }
 
 
-def _drawn(errors: Errors | None) -> float | None:
-    value = math.nan if errors is None else errors.relative_rms
-    return value if math.isfinite(value) and value > 0 else None
+def _drawn(errors: Errors | None) -> float | str | None:
+    if errors is None:
+        return None
+    if errors.nonfinite:
+        return "inf"
+    return errors.relative_rms if math.isfinite(errors.relative_rms) else None
 
 
 def _caption(module: ModuleDrift) -> str:
     if module.problem:
         return module.problem
     lost = module.total.nonfinite if module.total is not None else 0.0
-    return f"effect {_number(module.effect)}, in {module.computes_in}" + (
-        f", {percent(lost)} not finite" if lost else ""
-    )
+    effect = "" if module.effect is None else f"effect {_number(module.effect)}, "
+    return f"{effect}in {runs_in(module)}" + (f", {percent(lost)} not finite" if lost else "")
+
+
+def _effects(drift: PolicyDrift) -> dict[str, Any]:
+    """Return a policy's table of modules, without columns in which nothing is known."""
+    rows = [_row(module) for module in drift.modules]
+    shown = [column for column in range(len(_COLUMNS)) if any(row["numbers"][column][1] != "" for row in rows)]
+    for row in rows:
+        row["numbers"] = [row["numbers"][column] for column in shown]
+    return {
+        "name": drift.name,
+        "failure": drift.failure,
+        "rows": rows,
+        "columns": [_COLUMNS[column] for column in shown],
+        "has_unknown": any(text == _UNKNOWN for row in rows for text, _ in row["numbers"]),
+    }
 
 
 def _row(module: ModuleDrift) -> dict[str, Any]:
@@ -109,16 +146,27 @@ def _row(module: ModuleDrift) -> dict[str, Any]:
     return {
         "name": module.name or "(root)",
         "type": module.type,
+        "runs_in": runs_in(module),
         "computes_in": module.computes_in,
-        "numbers": [
-            (_number(value), "" if value is None or math.isnan(value) else report._sortable(value))
-            for value in (module.effect, *(None if error is None else error.relative_rms for error in errors))
-        ],
+        "numbers": [_sorted(_number(module.effect), module.effect), *map(_relative, errors)],
         "problem": module.problem,
     }
 
 
+def _relative(errors: Errors | None) -> tuple[str, float | str]:
+    if errors is None:
+        return _UNKNOWN, ""
+    if errors.nonfinite:
+        return f"{percent(errors.nonfinite)} not finite", report._sortable(math.inf)
+    return _sorted(_number(errors.relative_rms), errors.relative_rms)
+
+
+def _sorted(text: str, value: float | None) -> tuple[str, float | str]:
+    """Return a text with the number to sort it by."""
+    return text, "" if value is None or math.isnan(value) else report._sortable(value)
+
+
 def _number(value: float | None) -> str:
     if value is None or math.isnan(value):
-        return "not known"
+        return _UNKNOWN
     return f"{value:.2e}" if value and math.isfinite(value) else f"{value:g}"

@@ -52,6 +52,7 @@ class ModuleSums:
     Args:
         problem: Why its errors are unknown.
         lacks_gradient: Why only its effect is unknown.
+        returned: The dtypes of the numbers in its outputs.
         is_split: Whether errors of its parameters' gradients can be split into introduced and carried ones.
     """
 
@@ -65,6 +66,7 @@ class ModuleSums:
     effect: EffectSums = field(default_factory=EffectSums)
     problem: str = ""
     lacks_gradient: str = ""
+    returned: dict[torch.dtype, None] = field(default_factory=dict)
     is_split: bool = True
 
 
@@ -121,6 +123,7 @@ class PolicyRun:
         note = self._notes[tap, number] = Note(region, inputs, _dtypes(output), attributes)
         sums = self._sums[tap]
         sums.calls += 1
+        sums.returned.update(dict.fromkeys(dtype for dtype in note.outputs if dtype.is_floating_point))
         call = self._reference.calls.get((tap, number))
         if call is None:
             sums.problem = "is called more often than in the reference"

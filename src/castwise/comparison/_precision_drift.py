@@ -358,23 +358,9 @@ class Comparison:
             return PolicyDrift(variant.name, policy, summary, (), variant.problem)
         decisions = [] if policy is None else decide(policy, self.model)
         computes = {decision.name: decision.recipe or decision.compute for decision in decisions}
+        reference = str(self._reference) if policy is None else ""
         modules = [
-            ModuleDrift(
-                name=tap.name,
-                type=type(tap.module).__name__,
-                place=index,
-                calls=sums.calls,
-                computes_in=computes.get(tap.name, str(self._reference) if policy is None else ""),
-                effect=None if sums.problem or sums.lacks_gradient else sums.effect.rms(),
-                loss_shift=None if sums.problem or sums.lacks_gradient else sums.effect.root(),
-                introduced=None if sums.problem else sums.introduced.errors(),
-                carried=None if sums.problem else sums.carried.errors(),
-                total=sums.total.errors(),
-                gradients=sums.gradients.errors(),
-                introduced_gradients=sums.introduced_gradients.errors() if sums.is_split and not sums.problem else None,
-                carried_gradients=sums.carried_gradients.errors() if sums.is_split and not sums.problem else None,
-                problem=sums.problem or sums.lacks_gradient,
-            )
+            _module_drift(tap, index, sums, computes.get(tap.name, reference))
             for index, (tap, sums) in enumerate(_in_order(variant.sums, watch))
             if sums.calls
         ]
@@ -702,6 +688,28 @@ def _comparable(
     expected, gradient = real(local(expected)), real(local(gradient))
     wide = torch.float64 if torch.float64 in {expected.dtype, gradient.dtype} else torch.float32
     return expected.to(wide), gradient.to(wide) / scale
+
+
+def _module_drift(tap: Tap, place: int, sums: ModuleSums, computes_in: str) -> ModuleDrift:
+    """Return the figures of a module."""
+    splits = sums.is_split and not sums.problem
+    return ModuleDrift(
+        name=tap.name,
+        type=type(tap.module).__name__,
+        place=place,
+        calls=sums.calls,
+        computes_in=computes_in,
+        effect=None if sums.problem or sums.lacks_gradient else sums.effect.rms(),
+        loss_shift=None if sums.problem or sums.lacks_gradient else sums.effect.root(),
+        introduced=None if sums.problem else sums.introduced.errors(),
+        carried=None if sums.problem else sums.carried.errors(),
+        total=sums.total.errors(),
+        gradients=sums.gradients.errors(),
+        introduced_gradients=sums.introduced_gradients.errors() if splits else None,
+        carried_gradients=sums.carried_gradients.errors() if splits else None,
+        problem=sums.problem or sums.lacks_gradient,
+        returns=", ".join(str(dtype).removeprefix("torch.") for dtype in sums.returned),
+    )
 
 
 def _in_order(sums: dict[Tap, ModuleSums], watch: Watch) -> list[tuple[Tap, ModuleSums]]:

@@ -242,6 +242,7 @@ def _environment() -> Environment:
     environment.filters.update(
         headroom=headroom, percent=percent, shown=shown, powers=_powers, short=_short, name=_name, sortable=_sortable
     )
+    environment.filters["breaking"] = _breaking
     return environment
 
 
@@ -322,6 +323,13 @@ def _name(text: str) -> str:
     """Shorten a module name in the middle; its end, such as the layer number, says more than its start."""
     first = MAX_NAME // 4
     return text if len(text) <= MAX_NAME else f"{text[:first]}…{text[first + 1 - MAX_NAME :]}"
+
+
+def _breaking(name: str) -> Any:
+    """Let lines break after the dots and underscores of a name."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(name))))
 
 
 def _sortable(value: float) -> float:

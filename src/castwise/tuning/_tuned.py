@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from castwise._frames import new_frame
-from castwise._number_text import several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._drift import SHOWN_MODULES, Drift, plain, plain_policy
 from castwise.policy._policy import Policy
@@ -49,7 +48,12 @@ class Frontier(Shown):
     def rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the table as text, header first."""
         rows = [
-            (f"{point.cost:.3f}", f"{point.error:.2e}", _formats(point.policy), "chosen" if point.is_chosen else "")
+            (
+                f"{point.cost:.3f}",
+                f"{point.error:.2e}" if point.error else "0",
+                _formats(point.policy),
+                "chosen" if point.is_chosen else "",
+            )
             for point in self.points
         ]
         return [("cost", "error", "policy", ""), *rows]
@@ -176,14 +180,15 @@ class Tuned(Shown):
         Returns:
             `path`.
         """
+        from castwise.comparison._drift_map import short
         from castwise.comparison._drift_report import write_drift_report
 
         points = [point for point in self.frontier.points if math.isfinite(point.error)]
         frontier = {
             "cost": [point.cost for point in points],
             "error": [point.error for point in points],
-            "captions": [several(len(point.policy.modules), "rule") for point in points],
-            "compute": [point.policy.compute for point in points],
+            "labels": [short(_formats(point.policy)) for point in points],
+            "numbers": [1 + number for number, point in enumerate(self.frontier.points) if point in points],
             "chosen": [point.is_chosen for point in points],
             "tolerance": self.tolerance,
             "kind": self.cost_in_words,

@@ -1,0 +1,218 @@
+"""The heat map of a comparison's page: the error and the effect of each module under each policy."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from castwise.comparison._drift import ModuleDrift, PolicyDrift
+
+# Colours from the least to the largest value. They span at least two powers of ten, so that values which are nearly
+# equal look so, and at most five, so that a tiny one does not take all contrast from the others.
+STEPS = 8
+_LEAST_RANGE, _LARGEST_RANGE = 1e2, 1e5
+MEASURES = {"introduced": "Error introduced", "effect": "Effect on the loss"}
+_SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number in a cell.
+
+    Args:
+        text: The number, "inf", or a dash if it is not known.
+        look: The name of its look: "0" to "8" for zero and the colours, "bad" for inf, "none" for a dash.
+    """
+
+    text: str
+    look: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A module under a policy.
+
+    Args:
+        values: Its numbers by measure.
+        format: What it runs in, if that is not the policy's own format.
+        title: All that is known of it, as a sentence.
+        is_chosen: Whether `tune` chose this format for the module.
+    """
+
+    values: Mapping[str, Value]
+    format: str
+    title: str
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module.
+
+    Args:
+        name: Its name.
+        type: Its type.
+        ranks: Its position by measure, from 0; the largest number over all policies comes first.
+        cells: A cell for each policy.
+    """
+
+    name: str
+    type: str
+    ranks: Mapping[str, int]
+    cells: Sequence[Cell]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Modules by policies.
+
+    Args:
+        policies: Name and format of each column.
+        measures: Names of the measures by key; one whose values are all unknown is left out.
+        ranges: Least and largest coloured value by measure, as text; without those that have no positive value.
+        rows: The modules, in order of the first measure.
+    """
+
+    policies: Sequence[tuple[str, str]]
+    measures: Mapping[str, str]
+    ranges: Mapping[str, tuple[str, str]]
+    rows: Sequence[Row]
+
+    @property
+    def has_own_formats(self) -> bool:
+        """Whether a module runs in another format than that of the policy."""
+        return any(cell.format for row in self.rows for cell in row.cells)
+
+    @property
+    def has_unknown(self) -> bool:
+        """Whether a number is not known."""
+        return any(value.look == "none" for row in self.rows for cell in row.cells for value in cell.values.values())
+
+
+def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str]) -> HeatMap | None:
+    """Return the heat map of the policies with modules; None if there is none.
+
+    Args:
+        policies: The policies of a comparison.
+        chosen: The chosen policy of each module, by its name; of modules that have none, nothing is marked.
+    """
+    columns = [drift for drift in policies if drift.modules]
+    if not columns:
+        return None
+    found = [{module.name: module for module in drift.modules} for drift in columns]
+    names = list(dict.fromkeys(module.name for drift in columns for module in drift.modules))
+    values = {
+        key: [[None if name not in of else _value(of[name], key) for of in found] for name in names] for key in MEASURES
+    }
+    known = {key: grid for key, grid in values.items() if any(value is not None for row in grid for value in row)}
+    scales = {key: _Scale.of(value for row in grid for value in row) for key, grid in known.items()}
+    ranks = {key: _ranks(grid) for key, grid in known.items()}
+    rows = [
+        Row(
+            name=name or "(root)",
+            type=next(of[name].type for of in found if name in of),
+            ranks={key: of_key[row] for key, of_key in ranks.items()},
+            cells=[
+                Cell(
+                    {key: scales[key].look_of(grid[row][column]) for key, grid in known.items()},
+                    _own_format(of.get(name), _format(drift)),
+                    _title(name or "(root)", drift.name, of.get(name)),
+                    chosen.get(name) == drift.name,
+                )
+                for column, (drift, of) in enumerate(zip(columns, found, strict=True))
+            ],
+        )
+        for row, name in enumerate(names)
+    ]
+    first = next(iter(known), None)
+    rows.sort(key=lambda row: 0 if first is None else row.ranks[first])
+    measures = {key: title for key, title in MEASURES.items() if key in known}
+    ranges = {key: scale.ends for key, scale in scales.items() if scale.highest}
+    return HeatMap([(drift.name, short(_format(drift))) for drift in columns], measures, ranges, rows)
+
+
+def runs_in(module: ModuleDrift) -> str:
+    """Return the dtype or recipe that a module runs in: the policy's, unless it returns only other dtypes."""
+    returned = module.returns.split(", ")
+    is_dtype = module.computes_in in _SHORT
+    return module.returns if is_dtype and module.returns and module.computes_in not in returned else module.computes_in
+
+
+def short(text: str) -> str:
+    """Shorten names of dtypes in a text, as in "fp32"."""
+    return re.sub(r"\w+", lambda word: _SHORT.get(word[0], word[0]), text)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A logarithmic scale of colours; both ends are 0 if there is nothing to colour."""
+
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> _Scale:
+        """Return the scale of some values."""
+        drawn = [value for value in values if value is not None and 0 < value < math.inf]
+        if not drawn:
+            return cls(0.0, 0.0)
+        highest = max(drawn)
+        return cls(min(max(min(drawn), highest / _LARGEST_RANGE), highest / _LEAST_RANGE), highest)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        return f"{self.lowest:.1e}", f"{self.highest:.1e}"
+
+    def look_of(self, value: float | None) -> Value:
+        """Return a value with its colour."""
+        if value is None:
+            return Value("\N{EN DASH}", "none")
+        if not math.isfinite(value):
+            return Value("inf", "bad")
+        if value == 0 or not self.highest:
+            return Value("0", "0")
+        position = math.log(value / self.lowest) / math.log(self.highest / self.lowest)
+        return Value(f"{value:.1e}", str(1 + min(max(int(position * STEPS), 0), STEPS - 1)))
+
+
+def _value(module: ModuleDrift, key: str) -> float | None:
+    if key == "effect":
+        value = module.effect
+    else:
+        value = None if module.introduced is None else module.introduced.relative_rms
+        if module.introduced is not None and module.introduced.nonfinite:
+            return math.inf
+    return value if value is None or not math.isnan(value) else None
+
+
+def _ranks(grid: Sequence[Sequence[float | None]]) -> list[int]:
+    """Return the position of each row, those with the largest value first; equal ones keep their order."""
+    worst = [max((value for value in row if value is not None), default=-1.0) for row in grid]
+    order = sorted(range(len(grid)), key=lambda row: -worst[row])
+    places = {row: place for place, row in enumerate(order)}
+    return [places[row] for row in range(len(grid))]
+
+
+def _format(drift: PolicyDrift) -> str:
+    return "" if drift.policy is None else drift.policy.compute
+
+
+def _own_format(module: ModuleDrift | None, of_policy: str) -> str:
+    own = "" if module is None else runs_in(module)
+    return "" if own == of_policy or not of_policy else short(own)
+
+
+def _title(name: str, policy: str, module: ModuleDrift | None) -> str:
+    """Return all that is known of a cell in words."""
+    if module is None:
+        return f"{name}, {policy}: not called"
+    parts = [f"the policy gives it {module.computes_in}" if module.computes_in else ""]
+    parts.append(f"it returns {module.returns}" if module.returns else "")
+    for label, errors in (("introduces", module.introduced), ("carries", module.carried)):
+        parts.append("" if errors is None else f"{label} a relative error of {errors.relative_rms:.3g}")
+    parts.append("" if module.effect is None else f"effect on the loss {module.effect:.3g}")
+    return f"{name}, {policy}: {'; '.join(filter(None, [*parts, module.problem]))}"
