@@ -75,6 +75,7 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.gradient_sums
 	$(BIN)/python -m benchmarks.readme
 	$(BIN)/python examples/compare_schedules.py --write
+	$(BIN)/python examples/run_notebook.py
 	for each in loss_scaling number_formats ranks step_traffic weight_bits recipes first_page terminal; do $(BIN)/python docs/pictures/$$each.py || exit 1; done
 
 # Third-party code under torch.amp and under castwise. ONLY=peft runs the rows with "peft" in their names and writes nothing;

@@ -20,6 +20,7 @@ extensions = [
     "commands",
     "comments",
     "identifiers",
+    "notebook",
     "op_tables",
     "pictures",
     "prose_links",

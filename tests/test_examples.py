@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch.distributed.checkpoint
 from tests import forked
@@ -50,6 +51,26 @@ def test_the_manuals_table_of_schedules_is_the_result(example: Any) -> None:
         in (ROOT / "docs/reference/schedules.md").read_text()
     )
     assert len(table.splitlines()) == 2 + len(example["SCHEDULES"])
+
+
+def words_of(output: Any) -> list[str]:
+    """The words that an output shows: without numbers, and without notes on this machine."""
+    text = output["data"].get("text/html", "") if "data" in output else output["text"]
+    on_machine = r"note: [\w ]+: this CPU has no units for \w+, which is emulated"
+    text = re.sub(rf"<style.*?</style>|<[^>]+>|{on_machine}", " ", text, flags=re.S)
+    return sorted(re.findall(r"[a-z_.]{2,}", text))
+
+
+def test_the_notebook_shows_what_is_stored_in_it() -> None:
+    stored = nbformat.read(ROOT / "examples" / "bf16_in_a_notebook.ipynb", as_version=4)
+    cells = runpy.run_path(str(ROOT / "examples" / "run_notebook.py"))["executed"]().cells
+    assert [cell.source for cell in cells] == [cell.source for cell in stored.cells]
+    expected = [list(map(words_of, cell.get("outputs", ()))) for cell in stored.cells]
+    assert [list(map(words_of, cell.get("outputs", ()))) for cell in cells] == expected
+    pages = [output["data"]["text/html"] for cell in cells for output in cell.get("outputs", ()) if "data" in output]
+    assert len(pages) == 7
+    assert "at In[1]:24. Sample 63 of the batch, dataset[1574]." in pages[0]
+    assert "In[1]:24: x = x / x.norm(dim=-1, keepdim=True)</pre>" in pages[1]
 
 
 def on_ranks(count: int, example: str, *arguments: object) -> str:

@@ -127,7 +127,7 @@ def test_text_is_escaped_and_numbers_stand_on_the_right() -> None:
     page = as_html([TABLE, "a < b", Code("if a < b:\n    c")])
     assert "<b>" not in page
     assert "a &lt; b" in page
-    assert re.search(r'text-align:right">1,024<', page)
+    assert re.search(r'text-align:right;white-space:nowrap">1,024<', page)
     assert re.search(r"<pre[^>]*>if a &lt; b:\n    c</pre>", page)
     assert as_text([TABLE, "a < b"]) == "a title\nname  bytes\n<b>   1,024\nand 3 more\n\na < b"
 

@@ -14,11 +14,22 @@ from castwise._shown import escape
 _SECONDS_BETWEEN = 0.1
 
 
+def _shell() -> Any:
+    """Return the shell of IPython that runs this code; None if there is none."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
+
+
 def in_notebook() -> bool:
     """Return True in the kernel of a notebook, which shows results and progress as HTML."""
-    ipython = sys.modules.get("IPython")
-    shell = None if ipython is None else ipython.get_ipython()
-    return getattr(shell, "kernel", None) is not None
+    return getattr(_shell(), "kernel", None) is not None
+
+
+def cell_of(file: str) -> str:
+    """Return the label of the cell whose code has this file name, such as "In[3]"; "" if it is no cell's."""
+    name_of = getattr(getattr(_shell(), "compile", None), "format_code_name", None)  # IPython >= 8
+    found = None if name_of is None else name_of(file)
+    return "" if found is None else str(found[1])
 
 
 @contextmanager

@@ -86,7 +86,9 @@ def _row(cells: Sequence[str], right: Collection[int], tag: str) -> str:
 
 
 def _cell(text: str, side: str, tag: str) -> str:
-    return f'<{tag} style="{_CELL};text-align:{side}">{escape(text)}</{tag}>'
+    # Browsers break 1e-05 behind the minus.
+    breaks = "nowrap" if side == "right" and tag == "td" else "pre-line"
+    return f'<{tag} style="{_CELL};text-align:{side};white-space:{breaks}">{escape(text)}</{tag}>'
 
 
 class Shown(ABC):

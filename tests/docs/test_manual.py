@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import subprocess
 import sys
@@ -105,6 +106,16 @@ def test_the_start_page_has_measured_figures_on_its_first_screen(built: Path) ->
     page = (built / "index.html").read_text()
     for line in ("less time with", "bf16 inference", "planted infs and NaNs", "bytes per parameter: weight"):
         assert line in page.partition("<h2>")[0]
+
+
+def test_the_notebook_is_a_page_with_its_outputs(built: Path) -> None:
+    page = (built / "tutorials" / "notebook.html").read_text()
+    notebook = json.loads((ROOT / "examples" / "bf16_in_a_notebook.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    tables = ["".join(output["data"]["text/html"]) for cell in cells for output in cell["outputs"] if "data" in output]
+    assert len(tables) == 7
+    assert all(table in page for table in tables)
+    assert '<section id="find-a-nan-in-one-batch">' in page
 
 
 def test_a_page_that_is_wrong_is_noticed(tmp_path: Path) -> None:

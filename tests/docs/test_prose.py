@@ -50,7 +50,7 @@ BANNED = {
 
 
 def _pages() -> list[Path]:
-    kinds = {"src": ("py", "j2", "js"), "examples": ("py",), "docs": ("md",), "benchmarks": ("md",)}
+    kinds = {"src": ("py", "j2", "js"), "examples": ("py", "ipynb"), "docs": ("md",), "benchmarks": ("md",)}
     found = [path for folder, ends in kinds.items() for end in ends for path in (ROOT / folder).rglob(f"*.{end}")]
     return sorted(path for path in [*found, *ROOT.glob("*.md")] if "_build" not in path.parts)
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 
+from castwise._notebook import cell_of
 from castwise._script_source import Names, ScriptSource
 from castwise._torch_private import never_traced
 
@@ -43,7 +44,7 @@ class Place:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{cell_of(self.file) or self.file}:{self.line}"
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class Verdict(Shown):
         return "\n".join(map(str, self.advice))
 
     def _blocks(self) -> Iterator[Block]:
-        rows = [(piece.severity, piece.text, numbers_of(piece)) for piece in self]
-        yield Table([("severity", "advice", "measured"), *rows])
+        rows = [(piece.severity, f"{piece.text}\n{numbers_of(piece)}") for piece in self]
+        yield Table([("severity", "advice"), *rows])
 
     def frame(self) -> pandas.DataFrame:
         """Return a pandas frame with a row for each piece of advice: `severity`, `finding` and `evidence`.
