@@ -118,7 +118,7 @@ class ScriptSource:
         return is_scale and isinstance(outer, ast.Attribute) and outer.attr == "backward"
 
     def calls_in_function(self, node: ast.AST, method: str) -> Iterator[ast.Call]:
-        """Yield the calls of a method in the function around a node, or in the script outside of functions."""
+        """Yield the calls of a method in the function around a node, or in the script around functions."""
         scope = self._scope_of(node)
         for call in ast.walk(scope):
             if not isinstance(call, ast.Call) or self._scope_of(call) is not scope:

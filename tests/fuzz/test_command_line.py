@@ -80,7 +80,13 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr("castwise._doctor.checkup.examine", lambda _: checkup)
         patch.setattr("castwise.report._html_report._plotly_js", lambda: "")
         patch.setattr(castwise, "trace", lambda *_, **__: seen)
+        patch.setattr("castwise._demo.gpt.task", task)
         yield
+
+
+def task() -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]], nn.Module]:
+    """A small one for `compare` and `tune` without `--model`."""
+    return nn.Linear(2, 1), [(torch.ones(2, 2), torch.ones(2, 1))], nn.MSELoss()
 
 
 def invoke(arguments: list[str]) -> Result:

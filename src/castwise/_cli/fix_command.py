@@ -94,7 +94,7 @@ def _write_all(scripts: list[Corrected], force: bool) -> None:
 
 
 def _is_uncommitted(path: Path) -> bool:
-    """Return True if git says so; False outside of its repositories, and without git."""
+    """Return True if git says so; False for files in no repository, and without git."""
     command = ["git", "status", "--porcelain", "--", path.name]
     try:
         done = subprocess.run(command, cwd=path.resolve().parent, capture_output=True, check=False)
