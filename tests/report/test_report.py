@@ -25,7 +25,7 @@ from castwise.report import write_report
 from castwise.report._downsampling import changes, extremes, in_buckets
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
 from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
-from castwise.report._html_report import labels
+from castwise.report._html_report import RunView, labels
 from castwise.report._run_facts import RunFacts, Skips
 from castwise.report._worst_modules import worst_modules
 
@@ -206,6 +206,9 @@ def test_skips_are_marked_by_cause_in_colour_and_shape(tmp_path: Path) -> None:
     ]
     for look in ("color", "symbol"):
         assert len({trace["marker"][look] for trace in strips}) == 5
+    taken = [*records, step(10, 2.0**10, "non-finite loss", skipped=False)]
+    figure = timeline(RunFacts(Run(tmp_path, steps=[*map(StepRecord.from_json, taken)])))
+    assert ("taken, non-finite loss (1)", [10]) in [(trace["name"], trace["x"]) for trace in figure["data"]]
 
 
 @pytest.mark.parametrize("first", [0, 1, 5000])
@@ -275,21 +278,64 @@ def test_without_a_finite_sample_nothing_is_said_of_headroom_and_underflow(tmp_p
         tmp_path, write(tmp_path / "run", *(step(i, 2.0**10, "non-finite loss") for i in range(1, 5)), *broken)
     )
     assert "all zero" not in page.text.lower()
-    assert page.text.count("no sample was finite") == 4  # two tiles and two maps
+    assert page.text.count("no sample was finite") == 2  # of gradients: the maps show outputs too
+    assert page.text.count("No sample was finite (4 samples, steps 1 to 4): there is nothing to draw.") == 1
+    assert "Least headroom, fp16" not in page.text
     assert "none finite" in page.text
 
+    for record in broken:
+        record["activations"]["a"]["nonfinite"] = 0.5
+    page = page_of(tmp_path, write(tmp_path / "all", *broken))
+    assert page.text.count("No sample was finite (4 samples, steps 1 to 4): there is nothing to draw.") == 2
+    assert set(page.figures) == set()
+    assert [attributes.get("data-controls") for tag, attributes in page.tags if tag == "form"] == [None, None]
 
-def test_a_diagnosis_and_its_remedy_stand_whole_at_the_top_and_under_the_skips(tmp_path: Path) -> None:
+
+def test_a_diagnosis_and_its_remedy_stand_whole_and_once_code_first(tmp_path: Path) -> None:
     module = "encoder." + ".".join(f"blocks.{i}" for i in range(60))
     code = f'policy = castwise.Policy(compute="float16", modules={{"{module}": "float32"}})'
     found = dict.fromkeys(("phase", "op"), "")
-    found |= {"text": "first\n  input 0: all of it\nkeep", "advice": "keep", "remedy": "float32", "code": code}
+    advice = f'keep {module} in fp32: castwise.autocast("cpu", {code.replace("policy = ", "policy=")}.bind(model))'
+    found |= {"text": f"first\n  input 0: all of it\n{advice}", "advice": advice, "remedy": "float32", "code": code}
     found |= {"kind": "diagnosis", "cause": "overflow", "module": module, "summary": f"aten.bmm in {module} gives inf."}
     steps = [step(i, 2.0**14, "overflow" if i == 3 else None) for i in range(1, 9)]
     page = page_of(tmp_path, write(tmp_path / "run", *steps, {**found, "step": 3, "rank": 1}))
     for text in (f"Step 3 on rank 1: aten.bmm in {module} gives inf.", code, "input 0: all of it"):
-        assert page.text.count(text) == 2, text
-    assert [tag for tag, _ in page.tags].count("details") == 2
+        assert page.text.count(text) == 1, text
+    assert [tag for tag, _ in page.tags].count("details") == 1
+    sentence = f"Keep {module} in fp32."
+    assert len(sentence) < len(code)
+    assert 0 < page.text.index(code) < page.text.index(sentence)
+    assert "castwise.autocast(" not in page.text
+
+
+def test_a_module_whose_name_is_a_number_is_called_module(tmp_path: Path) -> None:
+    fine = [sample(i, 2.0**14, {"2": -16.0, "2.1": -16.0}, {"2": 1.0, "2.1": 1.0}) for i in range(1, 5)]
+    broken = sample(5, 2.0**14, {"2": -16.0, "2.1": -16.0}, {"2": 1.0, "2.1": 1.0})
+    broken["activations"]["2.1"]["nonfinite"] = 0.5
+    run = Run.read(write(tmp_path / "run", *(step(i, 2.0**14) for i in range(1, 6)), *fine, broken))
+    view = RunView.of("run", 1, run, [1, 2, 3, 4, 5])
+    assert [note for name, _, note in view.key_numbers() if name.endswith("fp16")] == ["module 2", "module 2"]
+    assert "in module 2 at step 1" in view.map_captions()["headroom_bits"]
+    assert "Outputs of module 2.1 were inf or NaN" in str(view.verdict)
+    assert not [tag for tag, attributes in page_of(tmp_path, run).tags if attributes.get("id") == "skips"]  # no skip
+
+
+def test_cells_are_equal_and_runs_have_the_same_columns(tmp_path: Path) -> None:
+    one, other = ([1, 2, 4, 100], [1, 4, 50])
+    of_steps = [
+        [sample(i, 1.0, {"a": -16.0}, {}, not_finite=("a",) * (i == 4)) for i in steps] for steps in (one, other)
+    ]
+    facts = [RunFacts(Run(Path(), samples=[*map(SampleRecord.from_json, records)])) for records in of_steps]
+    rows = {"gradients": ["a"], "outputs": []}
+    for steps, run, shown in ((None, 0, [1, 2, 4, 100]), ([1, 2, 4, 50, 100], 1, [1, None, 4, 50, None])):
+        figure = heat_map(HEADROOM, facts[run], rows, steps)
+        cells, marks = figure["choices"]["gradients/fp16"]["data"]
+        assert cells["x"] == list(range(len(shown)))
+        assert cells["customdata"] == shown
+        assert [value is None for value in cells["z"][0]] == [each in (None, 4) for each in shown]
+        assert (marks["x"], marks["customdata"]) == ([2], [1])  # not finite
+        assert figure["layout"]["xaxis"]["ticktext"] == [f"{each}" for each in steps or shown]
 
 
 def test_modules_are_ranked_by_their_own_numbers_after_those_that_a_diagnosis_names(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_diagnosis_is_reported_with_the_ranges_of_its_inputs(tmp_path: Path, m
     ]
     write_report([run], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert "<p>Tried on the batch of step 2: finite without sample 3.</p>" in page
+    assert "Tried on the batch of step 2: finite without sample 3.</p>" in page
     assert "<li>Step 2: sample 3 of the batch, dataset[217]</li>" in page
     printed = io.StringIO()
     print_runs(list(summary.runs), new_console(200, printed))

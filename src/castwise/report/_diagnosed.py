@@ -75,6 +75,11 @@ class Diagnosed:
         return _sentence(f"{on_batch}{self.tried}")
 
     @property
+    def remedy(self) -> str:
+        """`advice` without the code that it quotes, if that is in `code`."""
+        return self.advice.partition(": castwise.")[0] if self.code else self.advice
+
+    @property
     def source(self) -> str:
         """The text of that line; "" if unknown."""
         found = re.search(r"^at .+?:\d+: (.+)$", self.details, re.MULTILINE)

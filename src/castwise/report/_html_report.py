@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise import _files
 from castwise._collector import paused
-from castwise._number_text import headroom, percent, power_of_two
+from castwise._number_text import headroom, percent, power_of_two, several
 from castwise.monitor._formats import LOW_PRECISION
 from castwise.monitor._recorded_run import Run, distinct_mistakes
 from castwise.monitor._run_files import read_runs
@@ -30,7 +30,7 @@ from castwise.report._figures.maps import KINDS, MEASURES, heat_map
 from castwise.report._figures.timeline import timeline
 from castwise.report._plotly_script import PlotlyScript, in_file, in_page, packed, script_hash
 from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
-from castwise.report._run_facts import RunFacts, shown
+from castwise.report._run_facts import WHOLE_MODEL, RunFacts, named, shown
 from castwise.report._verdicts import Verdict, judge
 from castwise.report._worst_modules import WorstModule, worst_modules
 
@@ -43,9 +43,6 @@ MAX_TEXT = 300
 MAX_FINDING = 10_000
 # Characters of a module name that fit beside the columns of numbers; hovering shows the full name.
 MAX_NAME = 44
-
-
-NO_FINITE = "no sample was finite"
 
 
 @dataclass(frozen=True)
@@ -71,21 +68,29 @@ class RunView:
     quantized: list[QuantizedOperand]
 
     @classmethod
-    def of(cls, label: str, number: int, run: Run) -> RunView:
-        """Collect everything the page shows about a run."""
+    def of(cls, label: str, number: int, run: Run, steps: Sequence[int]) -> RunView:
+        """Collect everything the page shows about a run.
+
+        Args:
+            label: See the class.
+            number: See the class.
+            run: The run.
+            steps: The sampled steps of all runs, ascending.
+        """
         facts = RunFacts(run)
         worst = worst_modules(facts)
         rows = {"gradients": list(facts.gradients), "outputs": list(facts.activations)}
         figures: dict[str, Figure] = {}
         if drawn := timeline(facts):
             figures["timeline"] = drawn
-        if run.samples:
+        if run.samples and not facts.nothing_finite:
             first = {
                 "worst": [shown(module.name) for module in worst],
                 "diagnosed": [shown(module.name) for module in worst if module.is_diagnosed],
             }
-            figures.update({measure.key: {**heat_map(measure, facts, rows), **first} for measure in MEASURES})
-            figures["histogram"] = histogram(run.samples, rows["gradients"])
+            figures.update({measure.key: {**heat_map(measure, facts, rows, steps), **first} for measure in MEASURES})
+            if any(ranges.samples for ranges in facts.gradients.values()):
+                figures["histogram"] = histogram(run.samples, rows["gradients"])
         return cls(label, number, facts, judge(facts), worst, figures, quantized_operands(run.samples))
 
     @property
@@ -110,21 +115,21 @@ class RunView:
         share = facts.skipped / len(steps) if steps else 0.0
         causes = ", ".join(f"{len(skips.steps):,} {skips.cause}" for skips in facts.skips)
         tiles.append(("Skipped", f"{facts.skipped:,}", f"{percent(share)}: {causes}" if causes else "none"))
+        if taken := sorted(step for faults in facts.faults for step in faults.steps):
+            tiles.append(("Taken with inf or NaN", f"{len(taken):,}", f"first step {taken[0]:,}"))
         if facts.scales:
             scales = [scale for _, scale in facts.scales]
             span = f"{power_of_two(min(scales))} to {power_of_two(max(scales))}"
             tiles.append(("Last scale", power_of_two(scales[-1]), span))
         finite = [ranges for ranges in facts.gradients.values() if ranges.samples]
-        if facts.gradients and not finite:
-            tiles += [(name, "unknown", NO_FINITE) for name in ("Least headroom, fp16", "Most underflow, fp16")]
         if finite:
             tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
             leaking = max(finite, key=lambda ranges: ranges.mean_flush)
-            tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), shown(tightest.module)))
-            tiles.append(("Most underflow, fp16", percent(leaking.mean_flush), shown(leaking.module)))
+            tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), _tile(tightest.module)))
+            tiles.append(("Most underflow, fp16", percent(leaking.mean_flush), _tile(leaking.module)))
         losses = [record.loss for record in steps if record.loss is not None]
         if losses:
-            tiles.append(("Last loss", f"{losses[-1]:.4g}", f"first {losses[0]:.4g}"))
+            tiles.append(("Last loss", _loss(losses[-1]), f"first {_loss(losses[0])}"))
         return tiles
 
     def timeline_caption(self) -> str:
@@ -132,7 +137,22 @@ class RunView:
         parts = [
             f"{len(skips.steps):,} of {skips.cause}, first at step {skips.steps[0]:,}" for skips in self.facts.skips
         ]
-        return f"Skipped: {'; '.join(parts)}." if parts else "No step was skipped."
+        taken = sorted(step for skips in self.facts.faults for step in skips.steps)
+        skipped = f"Skipped: {'; '.join(parts)}." if parts else "No step was skipped."
+        if not taken:
+            return skipped
+        were = "was" if len(taken) == 1 else "were"
+        return f"{several(len(taken), 'step')} with inf or NaN {were} taken, first at step {taken[0]:,}. {skipped}"
+
+    def nothing_drawn(self, gradients: bool = False) -> str:
+        """Say in a line why there are no maps, or with `gradients` no histogram; "" if there are."""
+        samples = self.facts.run.samples
+        if not samples:
+            return "No ranges were sampled in this run: train longer, or give Monitor a smaller every."
+        if not self.facts.nothing_finite and not (gradients and "histogram" not in self.figures):
+            return ""
+        at = f"steps {samples[0].step:,} to {samples[-1].step:,}" if len(samples) > 1 else f"step {samples[0].step:,}"
+        return f"No sample was finite ({several(len(samples), 'sample')}, {at}): there is nothing to draw."
 
     def histogram_caption(self) -> str:
         """Describe the initial histogram in words."""
@@ -145,18 +165,18 @@ class RunView:
             return {}
         gradients = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
         if not gradients:
-            return dict.fromkeys(("headroom_bits", "flush"), f"Gradients: {NO_FINITE}.")
+            return dict.fromkeys(("headroom_bits", "flush"), "Gradients: no sample was finite.")
         tightest = min(gradients, key=lambda ranges: ranges.headroom_bits)
         leaking = max(gradients, key=lambda ranges: ranges.flush)
         return {
             "headroom_bits": (
-                f"Lowest for fp16 gradients: {headroom(tightest.headroom_bits)} in {shown(tightest.module)} "
+                f"Lowest for fp16 gradients: {headroom(tightest.headroom_bits)} in {named(tightest.module)} "
                 f"at step {tightest.headroom_step:,}."
                 if tightest.headroom_step
                 else "All gradients are zero."
             ),
             "flush": (
-                f"Highest for fp16 gradients: {percent(leaking.flush)} in {shown(leaking.module)} "
+                f"Highest for fp16 gradients: {percent(leaking.flush)} in {named(leaking.module)} "
                 f"at step {leaking.flush_step:,}."
                 if leaking.flush
                 else "No gradient in any sample rounds to zero in fp16."
@@ -196,9 +216,10 @@ def write_report(
         raise ValueError("write_report needs at least one run, got none")
     environment, plotly_js = _environment(), _plotly_js()
     read = read_runs(given)
-    named = zip(labels([run.path for run in read]), read, strict=True)
+    labelled = zip(labels([run.path for run in read]), read, strict=True)
     with paused():
-        views = [RunView.of(label, place, run) for place, (label, run) in enumerate(named, 1)]
+        steps = sorted({sample.step for run in read for sample in run.samples})
+        views = [RunView.of(label, place, run, steps) for place, (label, run) in enumerate(labelled, 1)]
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
@@ -278,6 +299,7 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
         views=views,
         mistakes=distinct_mistakes(view.facts.run for view in views),
         measures=MEASURES,
+        drawn={name for view in views for name in view.figures},
         kinds=list(KINDS),
         formats=list(LOW_PRECISION),
         moments=MOMENTS,
@@ -330,6 +352,14 @@ def _breaking(name: str) -> Any:
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(name))))
+
+
+def _loss(loss: float) -> str:
+    return "NaN" if math.isnan(loss) else f"{loss:.4g}"
+
+
+def _tile(module: str) -> str:
+    return f"module {module}" if module else WHOLE_MODEL
 
 
 def _sortable(value: float) -> float:

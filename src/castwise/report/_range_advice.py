@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from castwise._number_text import bits, percent, power_of_two, several
 from castwise.report._advice import Advice, Measured
-from castwise.report._run_facts import Ranges, RunFacts, shown
+from castwise.report._run_facts import Ranges, RunFacts, named, shown
 from castwise.report._scale_window import FLUSH_MATTERS, Fit, flush_at
 from castwise.report._underflow import MOSTLY
 
@@ -87,13 +87,13 @@ def _window(fit: Fit) -> str:
     if not fit.is_guess:
         return f"gradients fit from 2^{fit.lowest} to 2^{fit.highest}"
     needed = fit.lowest - 1
-    return f"{shown(fit.neediest.module)} needs more than 2^{needed}, and nothing overflows up to 2^{fit.highest}"
+    return f"{named(fit.neediest.module)} needs more than 2^{needed}, and nothing overflows up to 2^{fit.highest}"
 
 
 def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
     can_rise = math.log2(used) < fit.highest
     return Advice(
-        f"Gradients of {shown(ranges.module)} are at the lower end of fp16 at scale {power_of_two(used)}, where they "
+        f"Gradients of {named(ranges.module)} are at the lower end of fp16 at scale {power_of_two(used)}, where they "
         f"lose bits or become zero: "
         f"{f'raise the scale (nothing overflows up to 2^{fit.highest})' if can_rise else 'use bf16'}.",
         {
@@ -110,8 +110,8 @@ def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
 
 def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
     return Advice(
-        f"No scale fits all gradients into fp16: {shown(fit.neediest.module)} needs at least 2^{fit.lowest}, but "
-        f"{shown(fit.largest.module)} allows at most 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
+        f"No scale fits all gradients into fp16: {named(fit.neediest.module)} needs at least 2^{fit.lowest}, but "
+        f"{named(fit.largest.module)} allows at most 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
         {
             "largest_gradient": fit.largest.largest,
             "largest_gradient_step": fit.largest.largest_step,
@@ -177,7 +177,8 @@ def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
         else:
             remedy = f"use bf16, because even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
     return Advice(
-        f"{shown(ranges.module)} loses {up_to}{percent(share)} of its gradients to underflow in fp16{why}: {remedy}.",
+        f"{named(ranges.module, begins=True)} loses {up_to}{percent(share)} of its gradients to underflow in "
+        f"fp16{why}: {remedy}.",
         evidence,
         "critical" if lost >= FLUSH_IS_CRITICAL else "warning",
     )
@@ -189,7 +190,7 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
     for ranges in sorted(near, key=lambda ranges: ranges.headroom_bits)[:MODULES_SHOWN]:
         over = ranges.headroom_bits < 0
         yield Advice(
-            f"Outputs of {shown(ranges.module)} {'are too large for' if over else 'are near the limit of'} fp16: "
+            f"Outputs of {named(ranges.module)} {'are too large for' if over else 'are near the limit of'} fp16: "
             f'keep it in fp32 with Policy(compute="float16", modules={{"{ranges.module}": "float32"}}), or use bf16.',
             {
                 "largest_output": ranges.largest,
@@ -203,7 +204,7 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
     broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
     for ranges in broken[:1]:
         yield Advice(
-            f"Outputs of {shown(ranges.module)} were inf or NaN. It is the first such module in model "
+            f"Outputs of {named(ranges.module)} were inf or NaN. It is the first such module in model "
             "order; if weights were inf or NaN by then, the fault is in an earlier step.",
             {
                 "nonfinite_samples": ranges.nonfinite_samples,

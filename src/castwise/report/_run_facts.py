@@ -30,6 +30,16 @@ def shown(module: str) -> str:
     return module or WHOLE_MODEL
 
 
+def named(module: str, *, begins: bool = False) -> str:
+    """Return a module's display name for a sentence: "module 2" where the name alone would read as a number.
+
+    Args:
+        module: The name.
+        begins: Whether the sentence begins with it.
+    """
+    return f"{'Module' if begins else 'module'} {module}" if module.replace(".", "").isdigit() else shown(module)
+
+
 @dataclass
 class Ranges:
     """The magnitudes of one module's gradients or outputs, over all samples in which they were finite.
@@ -249,6 +259,12 @@ class RunFacts:
     def finite_samples(self) -> int:
         """Number of samples in which all gradients were finite."""
         return sum(not _has_nonfinite_gradients(sample) for sample in self.run.samples)
+
+    @cached_property
+    def nothing_finite(self) -> bool:
+        """Whether there are samples, and no gradient and no output of any module was finite in one."""
+        ranges = [*self.gradients.values(), *self.activations.values()]
+        return bool(ranges) and not any(each.samples for each in ranges)
 
     @cached_property
     def poisoned(self) -> list[int]:

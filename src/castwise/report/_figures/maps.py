@@ -23,6 +23,7 @@ from castwise.report._underflow import Underflow
 
 # With more columns, each would be narrower than three pixels on a laptop.
 MAX_COLUMNS = 120
+TICKS = 7
 # The first view shows the most endangered modules that fit on a screen; more rows are shown on request.
 ROWS_AT_FIRST = 24
 ROW_HEIGHT, MIN_ROWS = 18, 4
@@ -76,7 +77,7 @@ HEADROOM = Measure(
     labels=("overflows", "0 to 1 bit", "1 to 2", "2 to 4", "4 to 8", "8 to 12", "over 12 bits"),
     safe_first=False,
     mark_from=0.0,
-    mark_label="overflow, inf or NaN",
+    mark_label="overflow",
     hover="headroom %{z:.1f} bits",
 )
 FLUSH = Measure(
@@ -92,38 +93,44 @@ FLUSH = Measure(
 MEASURES = (HEADROOM, FLUSH)
 
 
-def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]]) -> Figure:
-    """Return the heat map of one measure.
+def heat_map(
+    measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]], steps: Sequence[int] | None = None
+) -> Figure:
+    """Return the heat map of one measure. Its columns are as wide as each other, whatever lies between two samples.
 
     Args:
         measure: The quantity to show.
         facts: The run's facts.
         rows: Modules from top to bottom, for "gradients" and for "outputs".
+        steps: Sampled steps, ascending: those of all runs, so that their columns are the same. None for the run's own.
 
     Returns:
         A figure with choices such as "gradients/fp16". It holds the names of all rows; the page's script shows some of
         them.
     """
+    if steps is None:
+        steps = sorted({sample.step for sample in facts.run.samples})
+    buckets = in_buckets(steps, MAX_COLUMNS)
     columns = {
-        kind: in_buckets(list(zip(facts.run.samples, facts.underflows[key], strict=True)), MAX_COLUMNS)
+        kind: _columns(list(zip(facts.run.samples, facts.underflows[key], strict=True)), buckets)
         for kind, key in KINDS.items()
     }
-    steps = [column[-1][0].step for column in columns["gradients"]]
+    sampled = [column[-1][0].step if column else None for column in columns["gradients"]]
     choices: dict[str, dict[str, Any]] = {
         f"{kind}/{name}": {
-            "data": _traces(measure, _grid(measure, columns[kind], rows[kind], key, name), steps),
+            "data": _traces(measure, _grid(measure, columns[kind], rows[kind], key, name), sampled),
             "kind": kind,
         }
         for kind, key in KINDS.items()
         for name in LOW_PRECISION
     }
-    steps_shown = _range(steps)
+    shown_at = range(0, len(buckets), -(-len(buckets) // TICKS) or 1)
     layout = {
         "xaxis": {
-            "range": steps_shown,
-            "title": {"text": "step"},
-            "tickformat": ",d",
-            "nticks": 7,
+            "range": [-0.5, max(len(buckets), 1) - 0.5],
+            "title": {"text": "sampled step"},
+            "tickvals": list(shown_at),
+            "ticktext": [f"{buckets[column][-1]:,}" for column in shown_at],
             "showgrid": False,
             "zeroline": False,
         },
@@ -139,10 +146,13 @@ def heat_map(measure: Measure, facts: RunFacts, rows: Mapping[str, Sequence[str]
     }
 
 
-def _range(steps: Sequence[int]) -> list[float]:
-    """Return the axis range, half a column wider than the steps at both ends."""
-    half = (steps[-1] - steps[0]) / (2 * (len(steps) - 1)) if len(steps) > 1 else 0.5
-    return [steps[0] - half, steps[-1] + half]
+def _columns(judged: Sequence[Judged], buckets: Sequence[Sequence[int]]) -> list[list[Judged]]:
+    """Return the samples of each column, which may be none."""
+    column_of = {step: column for column, bucket in enumerate(buckets) for step in bucket}
+    columns: list[list[Judged]] = [[] for _ in buckets]
+    for sample, underflow in judged:
+        columns[column_of[sample.step]].append((sample, underflow))
+    return columns
 
 
 def _grid(
@@ -168,16 +178,24 @@ def _worst(
     return worst
 
 
-def _traces(measure: Measure, grid: Sequence[Sequence[float | None]], steps: Sequence[int]) -> list[Trace]:
+def _traces(measure: Measure, grid: Sequence[Sequence[float | None]], steps: Sequence[int | None]) -> list[Trace]:
     marked = [
-        (steps[column], row)
+        (column, row, math.isnan(value))
         for row, values in enumerate(grid)
         for column, value in enumerate(values)
         if value is not None and (math.isnan(value) or measure.is_marked(value))
     ]
     return [
-        {"x": steps, "z": [[_rounded(value) for value in values] for values in grid]},
-        {"x": [step for step, _ in marked], "y": [row for _, row in marked]},
+        {
+            "x": list(range(len(steps))),
+            "z": [[_rounded(value) for value in values] for values in grid],
+            "customdata": list(steps),
+        },
+        {
+            "x": [column for column, _, _ in marked],
+            "y": [row for _, row, _ in marked],
+            "customdata": [int(is_nonfinite) for _, _, is_nonfinite in marked],
+        },
     ]
 
 
@@ -195,10 +213,10 @@ def _base_traces(measure: Measure, first: list[Trace]) -> list[Trace]:
             "zmax": highest,
             "colorscale": _stepwise(measure, lowest, highest),
             "showscale": False,
-            "xgap": 0,
+            "xgap": 1,
             "ygap": 1,
             "hoverongaps": False,
-            "hovertemplate": f"%{{text}}<br>step %{{x:,}}<br>{measure.hover}<extra></extra>",
+            "hovertemplate": f"%{{text}}<br>{measure.hover}<extra></extra>",
             **first[0],
         },
         {

@@ -51,9 +51,10 @@ def timeline(facts: RunFacts) -> Figure | None:
     """Return one run's skips, scale, loss, gradient norm and learning rate as a figure; None if nothing is recorded."""
     steps = facts.run.steps
     panels = []
-    if facts.skips:
-        hidden = {"range": [-1, 1], "visible": False}
-        panels.append(Panel("", "skips", 0.35, [_strip(skips) for skips in facts.skips], hidden))
+    strips = [*map(_strip, facts.skips), *(_strip(fault, "taken") for fault in facts.faults)]
+    if strips:
+        title = " and ".join([*["skips"] * bool(facts.skips), *["taken with inf or NaN"] * bool(facts.faults)])
+        panels.append(Panel("", title, 0.35, strips, {"range": [-1, 1], "visible": False}))
     if facts.scales:
         panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
     loss = extremes([(record.step, float(record.loss)) for record in steps if record.loss is not None])
@@ -63,10 +64,10 @@ def timeline(facts: RunFacts) -> Figure | None:
     norm = extremes([point for point in facts.grad_norms if point[1] > 0])
     if norm:
         logs = _range([(step, math.log10(value)) for step, value in norm])
-        axis = {"type": "log", "range": logs, "nticks": 4}
+        axis = {"type": "log", "range": logs, **_decades(*logs)}
         panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
     rates = changes([(record.step, float(record.lr)) for record in steps if record.lr is not None])
-    if rates and loss:
+    if loss and len({rate for _, rate in rates}) > 1:  # the settings have a constant one
         line = _line("learning rate", rates, "--ink-soft")
         line["line"]["shape"] = "hv"
         panels.append(Panel("5", "learning rate", 0.5, [line], {"range": _range(rates), "nticks": 3}))
@@ -88,18 +89,18 @@ def _marker(cause: str, size: int) -> dict[str, Any]:
     return {"color": color, "symbol": symbol, "size": size, "line": {"width": 0}}
 
 
-def _strip(skips: Skips) -> Trace:
+def _strip(skips: Skips, what: str = "skipped") -> Trace:
     marked = marks(skips)
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": f"{plain(skips.cause)} ({len(skips.steps):,})",
+        "name": f"{'' if what == 'skipped' else f'{what}, '}{plain(skips.cause)} ({len(skips.steps):,})",
         "x": [step for step, _ in marked],
         "y": [0] * len(marked),
         "text": [plain(text) for _, text in marked],
         "marker": _marker(skips.cause, 10),
-        "hovertemplate": f"skipped: {plain(skips.cause)}<br>%{{text}}<extra></extra>",
-        "legendgroup": skips.cause,
+        "hovertemplate": f"{what}: {plain(skips.cause)}<br>%{{text}}<extra></extra>",
+        "legendgroup": f"{what} {skips.cause}",
     }
 
 
@@ -157,6 +158,16 @@ def _range(points: Sequence[Point]) -> list[float]:
     lowest, highest = min(value for _, value in points), max(value for _, value in points)
     margin = 0.06 * (highest - lowest) or 0.1 * abs(highest) or 1.0
     return [lowest - margin, highest + margin]
+
+
+def _decades(lowest: float, highest: float) -> dict[str, Any]:
+    """Return at most four ticks of a logarithmic axis, of one digit each, by its range in powers of ten."""
+    exponents = range(math.floor(lowest), math.ceil(highest) + 1)
+    every = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
+    ticks = [tick for tick in every if lowest <= math.log10(tick) <= highest]
+    if len(ticks) > 4:
+        ticks = [10.0**exponent for exponent in exponents if lowest <= exponent <= highest][:: -(-len(exponents) // 4)]
+    return {"tickvals": ticks, "ticktext": [f"{tick:g}" for tick in ticks]}
 
 
 def _powers(scales: Iterable[float]) -> dict[str, Any]:

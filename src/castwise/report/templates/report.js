@@ -25,6 +25,18 @@
     return choice.kind ? withRows(figure, choice, given.get("search"), given.has("all")) : choice;
   };
 
+  const stepText = (step) => (step === null ? "not sampled" : step.toLocaleString("en"));
+  // A cell that is not finite has no colour of the scale: it is a square with a cross.
+  const looks = (nonfinite, columns) => ({
+    customdata: nonfinite,
+    marker: {
+      symbol: nonfinite.map((is) => (is ? "square-x" : "x")),
+      size: nonfinite.map((is) => (is ? (columns > 24 ? 8 : 13) : 5)),
+      color: nonfinite.map((is) => (is ? "--danger" : "--mark")),
+      line: { color: nonfinite.map((is) => (is ? "--panel" : "--mark-line")), width: 1 },
+    },
+  });
+
   // A map of some modules, in model order: those that match, or those most at risk.
   const AT_FIRST = 24, ROW = 18;
   const withRows = (figure, choice, query, all) => {
@@ -33,6 +45,21 @@
     const rows = [...names.keys()].filter((row) => (query ? matches(names[row], query) : all || near.has(names[row])));
     const place = new Map(rows.map((row, at) => [row, at]));
     const marked = [...marks.y.keys()].filter((at) => place.has(marks.y[at]));
+    // Modules that were never finite look the same: one row is enough for all.
+    const isBad = (at) => marks.customdata[at] === 1;
+    if (rows.length > 1 && marked.filter(isBad).length === rows.length * cells.x.length) {
+      const name = `all ${rows.length} modules`;
+      return {
+        names: [name],
+        of: 0,
+        diagnosed: new Set(),
+        data: [
+          { x: cells.x, y: [0], z: [cells.x.map(() => null)], customdata: cells.customdata, text: [cells.x.map(() => name)] },
+          { x: cells.x, y: cells.x.map(() => 0), ...looks(cells.x.map(() => 1), cells.x.length) },
+        ],
+        height: 70 + ROW * 2,
+      };
+    }
     return {
       names: rows.map((row) => names[row]),
       of: names.length,
@@ -42,9 +69,10 @@
           x: cells.x,
           y: [...rows.keys()],
           z: rows.map((row) => cells.z[row]),
-          text: rows.map((row) => cells.x.map(() => escaped(names[row]))),
+          customdata: cells.customdata,
+          text: rows.map((row) => cells.customdata.map((step) => `${escaped(names[row])}<br>step ${stepText(step)}`)),
         },
-        { x: marked.map((at) => marks.x[at]), y: marked.map((at) => place.get(marks.y[at])) },
+        { x: marked.map((at) => marks.x[at]), y: marked.map((at) => place.get(marks.y[at])), ...looks(marked.map((at) => marks.customdata[at]), cells.x.length) },
       ],
       height: 70 + ROW * Math.max(rows.length, 4),
     };
@@ -68,6 +96,10 @@
       if (!/^[xy]axis/.test(key)) continue;
       Object.assign(axis, { gridcolor: grid, linecolor: grid, tickfont: { color: soft }, automargin: false });
       if (narrow && key === "xaxis") axis.nticks = 4;
+      if (narrow && key === "xaxis" && axis.tickvals) {
+        axis.ticktext = axis.ticktext.filter((_, at) => at % 2 === 0);
+        axis.tickvals = axis.tickvals.filter((_, at) => at % 2 === 0);
+      }
     }
     const letter = narrow ? 7 : 8, room = Math.min(30, Math.floor(0.37 * plot.clientWidth / letter)); // about a third
     const labels = choice.names && choice.names.map((name) => shortened(name, room));
@@ -98,7 +130,8 @@
       plot.style.height = `${choice.height}px`;
       const shown = document.querySelector(`[data-rows="${plot.id.split("-").pop()}"]`);
       shown.textContent = choice.names.length < choice.of ? `${choice.names.length} of ${choice.of} modules: ` +
-        "those most at risk, or with matching names." : `All ${choice.of} modules.`;
+        "those most at risk, or with matching names." : choice.of > 1 ? `All ${choice.of} modules.` : choice.of ? "" :
+        "No module was finite in any sample.";
     }
     const data = figure.data.map((trace, place) => resolve({ ...trace, ...(choice.data || [])[place] }, style));
     const caption = choice.caption && document.getElementById(`${plot.id}-caption`);
@@ -118,11 +151,11 @@
     const names = plot.names, cells = plot.data[0];
     const value = cells.z[row][column], headroom = plot.dataset.figure === "headroom_bits";
     const isMarked = plot.data[1].y.some((each, place) => each === row && plot.data[1].x[place] === cells.x[column]);
-    const words = value === null ? (isMarked ? "inf or NaN" : "all zero, or not sampled")
+    const words = value === null || value === undefined ? (isMarked ? "inf or NaN" : "all zero, or not sampled")
       : headroom ? (value < 0 ? `overflows by ${-value} bits` : `${value} bits of headroom`)
       : `${+(100 * value).toPrecision(2)}% rounds to zero`;
     document.querySelector(`[data-for="${plot.id}"]`).textContent =
-      `${names[row]}, step ${cells.x[column].toLocaleString("en")}: ${words}`;
+      `${names[row]}, step ${stepText(cells.customdata[column])}: ${words}`;
   };
   const walk = (plot) => {
     let row = 0, column = 0;
