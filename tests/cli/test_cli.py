@@ -46,7 +46,12 @@ except SystemExit as exit_:
         (["run", "python", "train.py"], 2),
         (["run", "--wrong", "train.py"], 2),
         (["run", "-m", "no_such_module"], 2),
+        (["run", "torchrun", "train.py"], 2),
         (["report", "missing"], 2),
+        (["fix", "missing"], 2),
+        (["compare", "--reference", "float46"], 2),
+        (["tune", "--cost", "money"], 2),
+        (["tune", "--report", "missing/page.html"], 2),
     ],
 )
 def test_what_needs_no_torch_answers_without_it(arguments: list[str], code: int) -> None:
@@ -119,7 +124,7 @@ def test_a_report_needs_no_torch(form: str, tmp_path: Path) -> None:
 
 
 def test_the_test_of_torch_can_fail(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('ran')")
+    (tmp_path / "script.py").write_text("import os\nprint('ran')")
     assert "torch" in modules_loaded_by("run", "--out", str(tmp_path / "out"), str(tmp_path / "script.py"))
 
 

@@ -26,7 +26,7 @@ import castwise
 from castwise import Policy, schedules
 from castwise._cli import app
 from castwise._cli.policy_options import read_schedule
-from castwise._cli.program import Program
+from castwise._cli.program import Program, cannot_import_torch
 from castwise.monitor import Run
 from castwise.monitor._run_files import run_in
 
@@ -282,6 +282,39 @@ def test_a_script_that_ends_badly_ends_as_without_and_has_a_report(ending: str, 
         assert CliRunner().invoke(app, ["report", str(tmp_path / "out")]).exit_code == 0
     assert (run_in(tmp_path / "out") / "report.html").is_file()
     assert [record["step"] for record in records(tmp_path / "out") if record["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("ending", ["exception", "exit-3", "interrupted"])
+def test_a_script_without_torch_runs_without_it_and_ends_as_it_does(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "line.py"
+    end = {**ENDINGS, "interrupted": "raise KeyboardInterrupt"}[ending]
+    script.write_text(f"import sys\nprint(sys.argv[1:])\n{end}")
+    plain = call([sys.executable, str(script), "--lr", "3"])
+    run = call([sys.executable, "-X", "importtime", *RUN[1:], str(script), "--lr", "3"])
+    assert (run.returncode, run.stdout) == (plain.returncode, plain.stdout)
+    assert not re.search(r"\| +torch$", run.stderr, re.M)
+    said = re.sub(r"^import time:.*\n", "", run.stderr, flags=re.M)
+    assert said.replace("castwise: the script does not import torch, so nothing was recorded\n", "") == plain.stderr
+    assert said != plain.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "cannot"),
+    [
+        ("print('hi')", True),
+        ("import json, re\nfrom pathlib import Path\nre.compile(json.dumps(Path.cwd().name))", True),
+        ("import os", False),
+        ("from . import model", False),
+        ("def f():\n    import torch", False),
+        ("__import__('torch')", False),
+        ("import sys\nsys.modules['builtins']", False),
+        ("exec(input())", False),
+        ("import random", False),  # of the folder
+    ],
+)
+def test_a_script_that_could_import_torch_is_run_with_it(source: str, cannot: bool, tmp_path: Path) -> None:
+    (tmp_path / "random.py").touch()
+    assert cannot_import_torch(source.encode(), tmp_path) is cannot
 
 
 def test_mistakes_are_reported_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:

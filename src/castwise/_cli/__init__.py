@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer import rich_utils
 from typer.core import TyperCommand, TyperGroup
 
 import castwise
@@ -47,7 +46,9 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
 
 
 # typer would also force colours into a pipe if GITHUB_ACTIONS is set.
-if rich_utils.FORCE_TERMINAL and not (os.environ.get("FORCE_COLOR") or os.environ.get("PY_COLORS")):
+if os.environ.get("GITHUB_ACTIONS") and not (os.environ.get("FORCE_COLOR") or os.environ.get("PY_COLORS")):
+    from typer import rich_utils  # slow to import; typer does so only to print help
+
     rich_utils.FORCE_TERMINAL = None
 
 

@@ -87,13 +87,14 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Show how precision changes a model's loss and gradients, module by module."""
-    from castwise._cli.policy_options import naming, read_policy
-    from castwise._cli.traced_model import find_task
-    from castwise.comparison._precision_drift import Comparison
-
     with _one_line_errors("compare"):
         _check_page(page)
         _check_name("--vary", vary, VARIATIONS)
+        _check_reference(reference)
+        from castwise._cli.policy_options import naming, read_policy  # loads torch, which takes seconds
+        from castwise._cli.traced_model import find_task
+        from castwise.comparison._precision_drift import Comparison
+
         net, batches, loss = find_task(model)
         names = _names(policy or ["bf16"])
         policies = {name: read_policy(text) for name, text in names.items()}
@@ -150,18 +151,18 @@ def tune(
 
     The search compares the loss of single steps with float32; it does not prove that a long run ends in the same place.
     """
-    from castwise._cli.traced_model import find_task
-    from castwise.policy._policy import is_policy
-    from castwise.tuning._precision_search import Search
-
     with _one_line_errors("tune"):
         if output is not None and output.suffix not in {".toml", ".json"}:
             raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
-        _check_output(output, "a policy", is_policy)
         _check_page(page)
         _check_name("--cost", cost, COSTS)
         for name in formats or ():
             _check_name("--format", name, (*FORMATS, *RECIPES))
+        from castwise._cli.traced_model import find_task  # loads torch, which takes seconds
+        from castwise.policy._policy import is_policy
+        from castwise.tuning._precision_search import Search
+
+        _check_output(output, "a policy", is_policy)
         net, batches, loss = find_task(model)
         search = _checked(lambda: Search(net, loss, None, formats or list(FORMATS), tolerance, cost), net, batches, 2)
         with progress_bar() as progress:
@@ -177,17 +178,17 @@ def tune(
 @contextmanager
 def _one_line_errors(command: str) -> Iterator[None]:
     """Report user errors in one line, and errors of the model with a traceback."""
-    from castwise.comparison._precision_drift import NonfiniteReferenceError
-
     try:
         yield
     except UserError as error:
         typer.echo(f"castwise {command}: {error}", err=True)
         raise typer.Exit(USER_ERROR) from None
-    except NonfiniteReferenceError as error:
-        typer.echo(f"castwise {command}: {error}", err=True)
-        raise typer.Exit(UNREACHED) from None
     except Exception as error:
+        from castwise.comparison._precision_drift import NonfiniteReferenceError
+
+        if isinstance(error, NonfiniteReferenceError):
+            typer.echo(f"castwise {command}: {error}", err=True)
+            raise typer.Exit(UNREACHED) from None
         if isinstance(error, (TypeError, ValueError)) and _is_ours(error):
             typer.echo(f"castwise {command}: {_as_typed(error)}", err=True)
             raise typer.Exit(USER_ERROR) from None
@@ -238,17 +239,18 @@ def _names(policies: list[str]) -> dict[str, str]:
     return {stem if stems.count(stem) == 1 else text: text for stem, text in pairs}
 
 
-def _read_reference(text: str) -> Any:
-    from castwise._cli.policy_options import read_policy
-
-    if text in REFERENCES:
-        return text
-    if text not in POLICIES and Path(text).suffix not in {".toml", ".json"}:
+def _check_reference(text: str) -> None:
+    if text not in (*REFERENCES, *POLICIES) and Path(text).suffix not in {".toml", ".json"}:
         known = (*REFERENCES, *POLICIES)
         raise UserError(
             f"--reference must be one of {listed(known)}, or a .toml or .json file, got {text!r}{nearest(text, known)}"
         )
-    return read_policy(text)
+
+
+def _read_reference(text: str) -> Any:
+    from castwise._cli.policy_options import read_policy
+
+    return text if text in REFERENCES else read_policy(text)
 
 
 def _check_page(page: Path | None) -> None:

@@ -36,10 +36,10 @@ def fix(
 
     Only what one place of the script decides: the rest is named, with the remedy. An edit is tried by the next run.
     """
-    from castwise._fixing.corrections import corrections
-
     try:
         _, files = _run_with_records(run)
+        from castwise._fixing.corrections import corrections  # loads torch, which takes seconds
+
         corrected = corrections(_read_all(files))
         if apply:
             _write_all([script for script in corrected if script.fixed], force)

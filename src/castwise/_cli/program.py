@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import runpy
 import sys
@@ -11,6 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from castwise._user_error import UserError
+
+# Modules that import nothing of the user's and start no processes, and names by which code could.
+_KNOWN = {
+    *("__future__", "argparse", "collections", "dataclasses", "datetime", "functools", "itertools", "json", "math"),
+    *("pathlib", "random", "re", "string", "sys", "time", "typing"),
+}
+_REACHING = {"__builtins__", "__dict__", "__import__", "__loader__", "__spec__", "modules"}
+_NAMES_REACHING = _REACHING | {"compile", "eval", "exec", "getattr", "globals", "locals", "vars"}
 
 
 class Program:
@@ -35,11 +44,16 @@ class Program:
             if path.is_dir() and (path / "__main__.py").is_file():
                 path = path / "__main__.py"
             self._path = path.absolute()  # as tracebacks show it without castwise
-            self._code = compile(path.read_bytes(), str(self._path), "exec", dont_inherit=True)
+            self._source = path.read_bytes()
+            self._code = compile(self._source, str(self._path), "exec", dont_inherit=True)
         except OSError as error:
             raise UserError(_unreadable(path, error.strerror, arguments)) from None
         except (SyntaxError, ValueError) as error:
             raise UserError(f"{path} is not a Python script: {error}") from None
+
+    def cannot_import_torch(self) -> bool:
+        """Return True for a script that runs the same without torch, as far as its text tells."""
+        return not self.is_module and cannot_import_torch(self._source, self._path.parent)
 
     def execute(self) -> None:
         """Run the script as Python itself would."""
@@ -59,6 +73,8 @@ class Program:
 
 
 def _unreadable(path: Path, why: str | None, arguments: list[str]) -> str:
+    if path.name == "torchrun":
+        return "let torchrun start castwise: torchrun [options of torchrun] -m castwise run SCRIPT"
     if path.name.startswith("python") and arguments and not path.suffix:
         rest = arguments[1:] if arguments[0] == "-u" else arguments
         return f"leave out {path}, because castwise runs the script itself: castwise run {' '.join(rest)}"
@@ -79,3 +95,22 @@ def _check_module(name: str) -> None:
         raise UserError(
             f"there is no module {package!r}: check its name; it must be installed or in the current folder"
         )
+
+
+def cannot_import_torch(source: bytes, folder: Path) -> bool:
+    """Return True if a script imports only known modules of the standard library, and can import no other.
+
+    Args:
+        source: The text of the script.
+        folder: The folder of the script, whose modules would shadow those of the standard library.
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    if names & _NAMES_REACHING or attributes & _REACHING:
+        return False
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += ["." * node.level + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = {module.partition(".")[0] for module in modules}
+    shadowing = {path.name.partition(".")[0] for path in folder.iterdir()} if imported else set()
+    return imported <= _KNOWN - shadowing

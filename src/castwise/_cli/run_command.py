@@ -124,6 +124,11 @@ def run(
         if source is not None and source.name == "COMMANDLINE":  # the default's folder may fail without ending the run
             _check_folder(out)
         program = Program(script, arguments or [], is_module=module)  # without torch, which takes seconds to load
+        if policy is None and schedule is None and not as_json and program.cannot_import_torch():
+            from castwise._cli.script_without_torch import run_without_torch
+
+            chosen.append(lambda: run_without_torch(program))
+            return
         from castwise._cli.policy_options import read_policy, read_schedule
 
         wanted = None if policy is None else read_policy(policy)

@@ -6,19 +6,17 @@ import atexit
 import json
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import castwise
 import castwise._installation
 from castwise._cli.completion import RUNS
-from castwise._cli.model_errors import is_ours
+from castwise._cli.own_frames import end_by_interrupt, hide_own_frames
 from castwise._cli.program import Program
 from castwise._cli.report_text import print_summary
 from castwise._cli.termination import Termination
@@ -119,7 +117,7 @@ class Script:
             # Python ends after Ctrl-C in a script by the signal, but not in a module.
             self._is_interrupted = isinstance(error, KeyboardInterrupt) and not self.program.is_module
             self._has_failed = True
-            _hide_own_frames()
+            hide_own_frames()
             raise
 
     def _print_mistake(self, mistake: Mistake) -> None:
@@ -132,12 +130,8 @@ class Script:
             return  # this is a forked worker
         with self._termination.ending():
             self._end(out, ending, account, settings)
-        if self._is_interrupted and sys.platform != "win32":
-            # As Python does, which here runs castwise and not the script, perhaps as a module.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(pid, signal.SIGINT)
+        if self._is_interrupted:
+            end_by_interrupt()
 
     def _report_now(self, out: Path, ending: Ending, account: Account, settings: Settings) -> None:
         """Write the report of a run that is being ended by a signal, without what has not been recorded yet."""
@@ -200,29 +194,3 @@ def _without_records(run: Path | None, seen: str) -> str:
     if run is not None:
         text += f"; forked workers left records: run castwise report {run}"
     return text
-
-
-def _hide_own_frames() -> None:
-    """Start tracebacks at the script, as without castwise, including those that the script prints."""
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        error.__traceback__ = own = _without_ours(traceback)
-        shown(kind, error, own)
-
-    sys.excepthook = show
-
-
-def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
-    own = traceback
-    while own is not None:
-        if not (is_ours(own) or _starts_us(own)):
-            return own
-        own = own.tb_next
-    return traceback
-
-
-def _starts_us(traceback: TracebackType) -> bool:
-    """Return True for a frame of the program `castwise` or of `python -m castwise`."""
-    file = os.path.basename(traceback.tb_frame.f_code.co_filename)
-    return file in {"runpy.py", "castwise", "castwise.exe"}
