@@ -206,6 +206,13 @@ def test_the_face() -> None:
     assert all(hasattr(castwise, name) for name in castwise.__all__)
 
 
+def test_dir_lists_the_face_and_the_packages_with_public_names_alone() -> None:
+    packages = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").is_file() and path.name[0] != "_"}
+    code = "import castwise; import castwise._cli, castwise._shown; print(*dir(castwise))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(shown) == {*castwise.__all__, *packages}
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [place for place in PLACES if place[1] != "_UnmanagedAutocast" or torch.__version__ >= "2.12"],  # new there
