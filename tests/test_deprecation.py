@@ -123,6 +123,7 @@ torch.amp.GradScaler()
 """
 
 
+@pytest.mark.text  # half a minute of type checking, of what is written in decorators
 def test_a_type_checker_reports_what_it_reports_for_torch(tmp_path: Path) -> None:
     for library in ("torch", "castwise"):
         (tmp_path / f"uses_{library}.py").write_text(CODE.format(library=library))

@@ -632,7 +632,7 @@ optimizer.step()
 def test_a_nan_without_a_scaler_is_diagnosed_and_skipped_if_it_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(UNSCALED.replace("3, 4)", "3, 4).log()"))
     errors = " ".join(forked("--out", tmp_path / "out", tmp_path / "bad.py").stderr.split())
-    assert "castwise: 1 step; skipped: none; taken with inf or NaN: 1" in errors
+    assert "castwise: 1 step, 1 of them taken with inf or NaN; skipped: none" in errors
     assert "critical: Training is lost from step 1 on: the loss was inf or NaN, and the step was taken." in errors
     assert "Step 1: Input 0 is nan at (" in errors
     errors = " ".join(forked("--out", tmp_path / "out", "--guard", tmp_path / "bad.py").stderr.split())

@@ -149,7 +149,7 @@ def _corrected(path: Path, found: Iterable[Finding]) -> Corrected:
 def _tried(source: ScriptSource, fix: tuple[Change, ...]) -> Fix:
     """Return the changes, or why not if the script would not be Python after them."""
     try:
-        compile(changed(source.text, fix), "<edited>", "exec")
+        ScriptSource(changed(source.text, fix))
     except (SyntaxError, ValueError):
         return "the edit would not be Python"
     return fix

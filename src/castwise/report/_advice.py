@@ -51,18 +51,20 @@ class Advice(Shown):
         severity: "critical" if training is or will be lost, "warning" if numbers are being lost, "note" for
             information, "good" for a check that passed.
         diagnosed: Results of replaying the steps that the advice is about.
+        prevention: What keeps it from happening again; "" if that is the remedy.
     """
 
     finding: str
     evidence: Evidence
     severity: Severity
     diagnosed: tuple[Diagnosed, ...] = ()
+    prevention: str = ""
 
     @property
     def text(self) -> str:
-        """The finding, then each diagnosis with its remedy, unless the finding starts with it."""
+        """The finding, each diagnosis with its remedy unless the finding starts with it, and the prevention."""
         more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.sentences)]
-        return " ".join([self.finding, *more])
+        return " ".join([self.finding, *more, *filter(None, [self.prevention])])
 
     def shown_evidence(self) -> list[tuple[str, str]]:
         """Return labels and values of the evidence, formatted for display."""

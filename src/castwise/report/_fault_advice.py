@@ -14,7 +14,7 @@ from castwise.report._run_facts import RunFacts
 from castwise.report._saturation import saturated_layer
 from castwise.report._skips import Finding, Skips
 
-GUARD = "castwise run --guard, or GradScaler(device, schedule=castwise.schedules.Guard()), skips such steps."
+GUARD = "To skip such steps: castwise run --guard, or in code GradScaler(device, schedule=castwise.schedules.Guard())."
 # Losses of many healthy runs do not fall (GANs, fine-tuning), so large updates have to be seen too. At a usual rate an
 # update is a hundredth of the weights or less.
 LARGE_UPDATE = 0.3
@@ -49,7 +49,7 @@ def taken_steps(facts: RunFacts) -> Iterator[Advice]:
         "affected_steps": len(taken),
         "recorded_steps": len(facts.run.steps),
     }
-    yield Advice(f"{text} {GUARD}", evidence, "critical" if is_lost else "warning", diagnosed)
+    yield Advice(text, evidence, "critical" if is_lost else "warning", diagnosed, GUARD)
 
 
 def skipped_gradients(facts: RunFacts) -> Iterator[Advice]:

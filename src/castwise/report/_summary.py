@@ -79,14 +79,14 @@ class Summary:
         skipped = ", ".join(f"{count:,} {cause}" for cause, count in causes.most_common()) or "none"
         lost = sum(run.lost for run in self.runs)
         taken = sum(step.has_fault and not step.skipped for step in steps)
-        of_taken = f"; taken with inf or NaN: {taken:,}" if taken else ""
+        of_taken = f", {taken:,} of them taken with inf or NaN" if taken else ""
         of_lost = f"; {several(lost, 'record')} lost, because the disk was full" if lost else ""
-        lines = [f"{several(len(steps), 'step')}; skipped: {skipped}{of_taken}{of_lost}"] if self.runs else []
+        lines = [f"{several(len(steps), 'step')}{of_taken}; skipped: {skipped}{of_lost}"] if self.runs else []
         first = self.first_finding
         if first is not None:
             whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
             parts = [f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.finding}"]
-            lines.append("\n".join([*parts, *_diagnosed(first)]))
+            lines.append("\n".join([*parts, *_diagnosed(first), *filter(None, [first.prevention])]))
         lines += self._broken_invariants(first)
         for mistake in self.mistakes[:_MISTAKES_SHOWN]:
             lines.append(f"mistake: {mistake.where}{mistake.text}")
