@@ -56,7 +56,7 @@ def test_a_layer_whose_gradients_all_vanish_beside_others_is_named() -> None:
     found = underflowing(2.0, torch.float16)
     worst = next(iter(found))
     assert (worst.severity, worst.evidence["mean_flushed_share"]) == ("critical", 1.0)
-    assert worst.text.startswith("0 loses up to 100% of its gradients to underflow in fp16")
+    assert worst.text.startswith("Module 0 loses up to 100% of its gradients to underflow in fp16")
     assert "bf16 or a higher scale" in worst.text
     assert "safe" not in str([piece.text for piece in found])
     assert not [piece for piece in underflowing(2.0**12, torch.float16, 1.0) if piece.severity == "critical"]
@@ -64,7 +64,7 @@ def test_a_layer_whose_gradients_all_vanish_beside_others_is_named() -> None:
 
 def test_gradients_at_the_end_of_fp16_are_not_called_safe() -> None:
     found = underflowing(64.0, torch.float16, 1e-5, rate=1e-3)
-    assert [piece for piece in found if piece.text.startswith("0 loses up to") or "lower end" in piece.text]
+    assert [piece for piece in found if piece.text.startswith("Module 0 loses up to") or "lower end" in piece.text]
     assert "fp16 is safe" not in str(found)
 
 
