@@ -88,7 +88,8 @@ class ScriptSource:
     def names_at(self, node: ast.AST) -> Names:
         """Return the names of the scaler and the optimizer that can be used at a node.
 
-        Calls of the same function decide; those of the rest of the script only if it has none.
+        Calls of the same function decide; those of the rest of the script only if it has none. Without a scaler, it is
+        the optimizer that steps at the node.
         """
         for scope in (self._scope_of(node), self.tree):
             calls = list(self._methods_called(scope, node))
@@ -99,7 +100,8 @@ class ScriptSource:
                 given = [call.args for owner, name, call in calls if owner in scalers and name in ("step", "unscale_")]
                 first = [arguments[0] for arguments in given if arguments]
                 return Names(_only(scalers), _only({ast.unparse(each) for each in first if self._means(each, node)}))
-        return Names("", "")
+        steps = self._methods_called(node, node)
+        return Names("", _only({owner for owner, name, call in steps if name == "step" and not call.args}))
 
     def _methods_called(self, scope: ast.AST, node: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
         """Yield owner and name of the methods that are called in a scope, of owners that can be used at a node."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import castwise
-from castwise._mistakes.mistake import Mistake
+from castwise._mistakes.mistake import Mistake, Place, in_names_of_script
 from castwise._mistakes.watch import WATCH, MixedPrecisionMistake
 
 MISTAKES = sorted((Path(__file__).parent / "scripts").glob("*.py"), key=lambda path: path.name)
@@ -84,3 +84,25 @@ def _weights(script: Path, *, watched: bool) -> list[torch.Tensor]:
                 WATCH.stop()
             made: dict[str, Any] = runpy.run_path(str(script))
     return list(made["model"].parameters())
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "expected"),
+    [
+        (
+            "class T:\n    def go(self, x):\n        self.amp.scale(x).backward()\n        self.amp.step(self.opt)\n"
+            "        clip_(x)\n",
+            "scaler.unscale_(optimizer)\nscaler = 1\nupdate the scaler (the optimizer's)",
+            "self.amp.unscale_(self.opt)\nself.amp = 1\nupdate the scaler (the optimizer's)",
+        ),
+        ("def go(opt):\n    x = 1\n    opt.step()\n", "optimizer.zero_grad()", "opt.zero_grad()"),
+        ("def go(a, b):\n    x = 1\n    a.step(), b.step()\n", "optimizer.zero_grad()", "optimizer.zero_grad()"),
+        ("not Python at all\n", "scaler.update()", "scaler.update()"),
+    ],
+)
+def test_corrected_code_has_the_names_of_the_script(script: str, code: str, expected: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    line = len(script.splitlines())
+    assert in_names_of_script(code, Place(str(path), line)) == expected
+    assert in_names_of_script(code, None) == in_names_of_script(code, Place("<nowhere>", 1)) == code
