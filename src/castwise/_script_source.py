@@ -6,18 +6,32 @@ import ast
 import bisect
 import io
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef | ast.Module
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
 class Names(NamedTuple):
-    """How a script calls its scaler and its optimizer, such as `self.scaler`; "" where that is not one name."""
+    """How a function calls its scaler and its optimizer, such as `self.scaler`; "" where that is not one name."""
 
     scaler: str
     optimizer: str
+
+
+class MethodCall(NamedTuple):
+    """A call such as `scaler.step(optimizer)`.
+
+    Args:
+        owner: The text before the method, a name or attributes of one: `scaler`.
+        method: The method: `step`.
+        node: The call.
+    """
+
+    owner: str
+    method: str
+    node: ast.Call
 
 
 class ScriptSource:
@@ -27,6 +41,7 @@ class ScriptSource:
         text: All of the script.
 
     Raises:
+        MemoryError, RecursionError: It is nested too deeply.
         SyntaxError: The text is not Python.
         ValueError: It has null bytes.
     """
@@ -38,6 +53,8 @@ class ScriptSource:
         self.line_end = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
         self._starts = [0, *accumulate(map(len, self._lines[:-1]))]
         self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    # -- text ---------------------------------------------------------------------------------------------------
 
     def line(self, number: int) -> str:
         """Return a line, from 1, without its end; "" if there is none."""
@@ -66,6 +83,8 @@ class ScriptSource:
         start, end = self.span(node)
         return self.text[start:end]
 
+    # -- statements ---------------------------------------------------------------------------------------------
+
     def statements_at(self, line: int) -> list[ast.stmt]:
         """Return the innermost statements that a line belongs to: several where semicolons separate them."""
         around = [
@@ -76,105 +95,93 @@ class ScriptSource:
         outer = {self._parents[node] for node in around}
         return [node for node in around if node not in outer]
 
-    def siblings(self, statement: ast.stmt) -> list[ast.stmt]:
-        """Return the block that a statement is in."""
-        blocks = (value for _, value in ast.iter_fields(self._parents[statement]) if isinstance(value, list))
-        return next(block for block in blocks if statement in block)
+    def around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield the nodes around a node, the innermost first, up to its function or the script."""
+        parent = self._parents.get(node)
+        while parent is not None:
+            yield parent
+            if isinstance(parent, Function):
+                return
+            parent = self._parents.get(parent)
 
-    def parent(self, node: ast.AST) -> ast.AST | None:
-        """Return the node around a node."""
-        return self._parents.get(node)
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """Return the statements of a statement's block, itself among them."""
+        blocks = (value for _, value in ast.iter_fields(self._parents[statement]) if isinstance(value, list))
+        return next((block for block in blocks if statement in block), [statement])
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the statement that an expression is in."""
+        found = (
+            node
+            if isinstance(node, ast.stmt)
+            else next(each for each in self.around(node) if isinstance(each, ast.stmt))
+        )
+        assert isinstance(found, ast.stmt)
+        return found
+
+    def function(self, node: ast.AST) -> ast.AST:
+        """Return the function that a node is in, or the script."""
+        return next((each for each in self.around(node) if isinstance(each, Function)), self.tree)
+
+    # -- names --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def identifiers(self) -> set[str]:
+        """All names and attributes of the script."""
+        nodes = list(ast.walk(self.tree))
+        names = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        return names | {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+    @cached_property
+    def method_calls(self) -> list[MethodCall]:
+        """The calls of methods of names and of their attributes."""
+        calls = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
+        methods = ((node, node.func) for node in calls if isinstance(node.func, ast.Attribute))
+        return [MethodCall(ast.unparse(func.value), func.attr, node) for node, func in methods if _is_name(func.value)]
+
+    def calls_beside(self, node: ast.AST) -> list[MethodCall]:
+        """Return the calls of methods in the function of a node."""
+        function = self.function(node)
+        return [call for call in self.method_calls if self.function(call.node) is function]
+
+    @cached_property
+    def optimizers(self) -> set[str]:
+        """What the script steps with a scaler, or both steps and zeroes."""
+        zeroed = {call.owner for call in self.method_calls if call.method == "zero_grad"}
+        stepped = {call.owner for call in self.method_calls if call.method == "step"} & zeroed
+        return stepped | {
+            ast.unparse(call.node.args[0])
+            for call in self.method_calls
+            if call.method in ("step", "unscale_") and len(call.node.args) == 1 and _is_name(call.node.args[0])
+        }
 
     def names_at(self, node: ast.AST) -> Names:
-        """Return the names of the scaler and the optimizer that can be used at a node.
+        """Return the names of the scaler and the optimizer in the function of a node.
 
-        Calls of the same function decide; those of the rest of the script only if it has none. Without a scaler, it is
-        the optimizer that steps at the node.
+        An optimizer that no scaler steps is the one that steps at the node.
         """
-        for scope in (self._scope_of(node), self.tree):
-            calls = list(self._methods_called(scope, node))
-            scalers = {owner for owner, name, call in calls if name == "unscale_" or self._scales_for_backward(call)}
-            stepping = {owner for owner, name, call in calls if name == "step" and call.args}
-            scalers |= stepping & {owner for owner, name, call in calls if name == "update"}
-            if scalers:
-                given = [call.args for owner, name, call in calls if owner in scalers and name in ("step", "unscale_")]
-                first = [arguments[0] for arguments in given if arguments]
-                return Names(_only(scalers), _only({ast.unparse(each) for each in first if self._means(each, node)}))
-        steps = self._methods_called(node, node)
-        return Names("", _only({owner for owner, name, call in steps if name == "step" and not call.args}))
+        calls = self.calls_beside(node)
+        steps = [call for call in calls if call.method == "step" and not call.node.args]
+        here = {call.owner for call in steps if node in (call.node, *self.around(call.node))}
+        updated = {call.owner for call in calls if call.method == "update"}
+        scalers = {call.owner for call in calls if call.method == "unscale_" or self.is_scaled_backward(call)}
+        scalers |= {call.owner for call in calls if call.method == "step" and call.node.args} & updated
+        stepping = [call.node.args for call in calls if call.owner in scalers and call.method in ("step", "unscale_")]
+        stepped = {ast.unparse(given[0]) for given in stepping if given and _is_name(given[0])}
+        return Names(_only(scalers), _only(stepped or here))
 
-    def _methods_called(self, scope: ast.AST, node: ast.AST) -> Iterator[tuple[str, str, ast.Call]]:
-        """Yield owner and name of the methods that are called in a scope, of owners that can be used at a node."""
-        for call in ast.walk(scope):
-            if (
-                isinstance(call, ast.Call)
-                and isinstance(call.func, ast.Attribute)
-                and self._means(call.func.value, node)
-            ):
-                yield ast.unparse(call.func.value), call.func.attr, call
-
-    def _scales_for_backward(self, call: ast.Call) -> bool:
+    def is_scaled_backward(self, call: MethodCall) -> bool:
         """Return True for the `scaler.scale(loss)` of `scaler.scale(loss).backward()`."""
-        outer = self._parents.get(call)
-        is_scale = isinstance(call.func, ast.Attribute) and call.func.attr == "scale"
-        return is_scale and isinstance(outer, ast.Attribute) and outer.attr == "backward"
+        outer = self._parents.get(call.node)
+        return call.method == "scale" and isinstance(outer, ast.Attribute) and outer.attr == "backward"
 
-    def calls_in_function(self, node: ast.AST, method: str) -> Iterator[ast.Call]:
-        """Yield the calls of a method in the function around a node, or in the script around functions."""
-        scope = self._scope_of(node)
-        for call in ast.walk(scope):
-            if not isinstance(call, ast.Call) or self._scope_of(call) is not scope:
-                continue
-            if isinstance(call.func, ast.Attribute) and call.func.attr == method:
-                yield call
 
-    def _class_of(self, node: ast.AST) -> ast.AST | None:
-        around = self._parents.get(node)
-        while around is not None and not isinstance(around, ast.ClassDef):
-            around = self._parents.get(around)
-        return around
-
-    def _scope_of(self, node: ast.AST) -> ast.AST:
-        around = self._parents.get(node)
-        while around is not None and not isinstance(around, _FUNCTIONS | ast.Module):
-            around = self._parents.get(around)
-        return self.tree if around is None else around
-
-    def _means(self, expression: ast.expr, node: ast.AST) -> bool:
-        """Return True if an expression is a name, or attributes of one, that means the same at a node."""
-        root: ast.expr = expression
-        while isinstance(root, ast.Attribute):
-            root = root.value
-        if not isinstance(root, ast.Name) or not self.is_known_at(node, root.id):
-            return False
-        return root.id != "self" or self._class_of(expression) is self._class_of(node)
-
-    def is_known_at(self, node: ast.AST, name: str) -> bool:
-        """Return True if a name is assigned in a scope around a node."""
-        scope: ast.AST | None = node
-        while scope is not None:
-            scope = self._parents.get(scope)
-            if isinstance(scope, _SCOPES) and name in self._assigned_in(scope):
-                return True
-        return False
-
-    def _assigned_in(self, scope: ast.AST) -> set[str]:
-        names = {
-            node.id
-            for node in ast.walk(scope)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and self._nearest_scope(node) is scope
-        }
-        if isinstance(scope, _FUNCTIONS):
-            arguments = scope.args
-            all_arguments = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-            names.update(argument.arg for argument in all_arguments)
-        return names
-
-    def _nearest_scope(self, node: ast.AST) -> ast.AST | None:
-        around = self._parents.get(node)
-        while around is not None and not isinstance(around, _SCOPES):
-            around = self._parents.get(around)
-        return around
+def _is_name(expression: ast.expr) -> bool:
+    """Return True for a name, or attributes of one."""
+    while isinstance(expression, ast.Attribute):
+        expression = expression.value
+    return isinstance(expression, ast.Name)
 
 
 def _only(names: set[str]) -> str:

@@ -26,7 +26,6 @@ FIXED = {
     "loss_not_scaled",
     "measured_while_scaled",
     "never_zeroed",
-    "never_zeroed_with_a_scaler",
     "norm_kept_while_scaled",
     "scaler_for_bf16",
     "scaler_not_saved",
@@ -57,167 +56,229 @@ def test_an_edited_script_runs_without_its_mistake(script: Path, tmp_path: Path)
         assert mistakes == []
 
 
+BACKWARD = "    s.scale(loss).backward()\n"
+STEP = "    s.step(opt)\n    s.update()\n"
+GO = "def go(s, opt, loss, on=1):\n"
+REGION = "import torch\nwith torch.autocast('cpu'):\n    net(1)\n"
+CLIP = "clipped-while-scaled"
+SCHEDULE = "schedule-advanced-on-skip"
+VALIDATION = "validation-outside-autocast"
+INSIDE = "backward-inside-autocast"
+
+
 @pytest.mark.parametrize(
     ("name", "script", "expected"),
     [
-        pytest.param(
-            "clipped-while-scaled",
-            "class T:\n    def clip(self):\n        clip_(self.net)  # here\n    def go(self, loss):\n"
-            "        self.amp.scale(loss).backward()\n        self.amp.step(self.opt)\n        self.amp.update()\n",
-            "        self.amp.unscale_(self.opt)\n        clip_(self.net)  # here\n",
-            id="names of another method of the class",
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + STEP, "    s.unscale_(opt)\n    clip_(1)  # here\n"),
+        (
+            "measured-while-scaled",
+            GO + BACKWARD + "    for p in net:\n        total += p.grad.norm().item()  # here\n" + STEP,
+            BACKWARD + "    s.unscale_(opt)\n    for p in net:\n",
         ),
-        pytest.param(
-            "clipped-while-scaled",
-            "class T:\n    def clip(self):\n        clip_(self.net)  # here\nclass U:\n    def go(self, loss):\n"
-            "        self.amp.scale(loss).backward()\n        self.amp.step(self.opt)\n",
-            "the script has no one scaler",
-            id="names of another class",
-        ),
-        pytest.param(
-            "clipped-while-scaled",
-            "def go(s, opt, loss):\n\ts.scale(loss).backward(); clip_(1)  # here\n\ts.step(opt)\n",
-            "the line has several statements",
-            id="two statements of a line",
-        ),
-        pytest.param(
-            "clipped-while-scaled",
-            "def go(s, a, b, loss):\n    s.scale(loss).backward()\n    clip_(1)  # here\n"
-            "    s.step(a)\n    s.step(b)\n",
-            "the script has no one scaler",
-            id="two optimizers",
-        ),
-        pytest.param(
-            "clipped-while-scaled",
-            "def go(s, opt, loss):\n    s.scale(loss).backward()\n    clip_(1)  # here\n    s.unscale_(opt)\n"
-            "    s.step(opt)\n",
-            "s.unscale_ is called elsewhere",
-            id="unscaled later",
-        ),
-        pytest.param(
-            "clipped-while-scaled",
-            "def go(s, opt, loss):\n    s.scale(loss).backward()\n    while clip_(1) > 1:  # here\n        pass\n"
-            "    s.step(opt)\n",
-            "the line is not a statement",
-            id="the head of a block",
-        ),
-        pytest.param(
+        (
             "stepped-while-scaled",
             "def go(s, opt, loss):\r\n\x0c    s.scale(loss).backward()\r\n    if 1: opt.step()  # here\r\n",
             "    if 1: s.step(opt); s.update()  # here\r\n",
-            id="a block of one line, ends of lines of Windows, a form feed",
         ),
-        pytest.param(
-            "stepped-while-scaled",
-            "def go(s, opt, loss):\n    s.scale(loss).backward()\n    opt.step()  # here",
-            "    s.step(opt)  # here\n    s.update()",
-            id="no end of the last line",
-        ),
-        pytest.param(
+        ("stepped-while-scaled", GO + BACKWARD + "    opt.step()  # here", "    s.step(opt)  # here\n    s.update()"),
+        (
             "loss-not-scaled",
-            "def go(s, opt, a, b):\n    s.scale(a).backward()\n    (b +\n     a).backward(retain_graph=True)  # here\n"
-            "    s.step(opt)\n",
-            "    (s.scale(b +\n     a)).backward(retain_graph=True)  # here\n",
-            id="a loss in brackets",
+            GO + BACKWARD + "    (loss +\n     on).backward(retain_graph=True)  # here\n" + STEP,
+            "    (s.scale(loss +\n     on)).backward(retain_graph=True)  # here\n",
         ),
-        pytest.param(
-            "validation-outside-autocast",
-            "import torch\ndef go(net, on):\n    with torch.autocast('cpu', enabled=on):\n        net(1)\n"
-            "    out = net(2)  # here\n\n    loss = f(out)\n    total = 1\n    print(out)\n    for _ in out: pass\n",
-            "    with torch.autocast('cpu', enabled=on):\n        out = net(2)  # here\n\n        loss = f(out)\n"
-            "        total = 1\n        print(out)\n    for _",
-            id="what reads the output",
+        (
+            VALIDATION,
+            REGION + "def test():\n\treturn f_loss(net(2), y)  # here\n",
+            "\twith torch.autocast('cpu'):\n\t\treturn f_loss",
         ),
-        pytest.param(
-            "validation-outside-autocast",
-            "import torch\ndef go(net, on):\n    with torch.autocast('cpu', enabled=on):\n        net(1)\n"
-            "def test(net):\n    return net(2)  # here\n",
-            "the arguments of its autocast region are not known there: on",
-            id="arguments of another function",
+        (
+            INSIDE,
+            "with autocast('cpu'):\n  a = net(1)\n  a.backward(); a.item()  # here\n\n  print(1,\n 2)\n",
+            "  a = net(1)\na.backward(); a.item()  # here\n\nprint(1,\n2)\n",
         ),
-        pytest.param(
-            "validation-outside-autocast",
-            "import torch\nwith torch.autocast('cpu'):\n    net(1)\nnet('''a\n''')  # here\n",
-            "the line is not a statement",
-            id="a text of several lines",
-        ),
-        pytest.param(
-            "backward-inside-autocast",
-            "with autocast('cpu'):\n  a = net(1)\n  a.backward(); b = 1  # here\n\n  c = (1,\n 2)\n",
-            "  a = net(1)\na.backward(); b = 1  # here\n\nc = (1,\n2)\n",
-            id="with what follows it",
-        ),
-        pytest.param(
-            "backward-inside-autocast",
-            "with autocast('cpu'):\n    for a in net(1):\n        a.backward()  # here\n",
-            "the backward is not directly in the block",
-            id="in a loop",
-        ),
-        pytest.param(
+        (
             "scaler-not-saved",
-            "s.scale(loss).backward()\ns.step(opt)\ns = 1\nopt = 1\nsave({'opt': opt.state_dict()}, 'x')  # here\n",
+            GO + BACKWARD + STEP + "    save({'opt': opt.state_dict()}, 'x')  # here\n",
             "save({'opt': opt.state_dict(), \"scaler\": s.state_dict()}, 'x')  # here\n",
-            id="a dict of one line",
         ),
-        pytest.param(
+        (
             "scaler-not-saved",
-            "s = opt = 1\ns.scale(loss).backward()\nsave({\n  'opt': opt.state_dict()  # here\n}, 'x')\n",
-            "  'opt': opt.state_dict(),  # here\n  \"scaler\": s.state_dict(),\n}, 'x')\n",
-            id="no last comma",
+            GO
+            + BACKWARD
+            + STEP
+            + "    save({'nets': {'a': a.state_dict()},\n      'opt': opt.state_dict()  # here\n    }, 'x')\n",
+            "      'opt': opt.state_dict(),  # here\n      \"scaler\": s.state_dict(),\n    }, 'x')\n",
         ),
-        pytest.param(
-            "scaler-for-bf16", "s = GradScaler('cpu', )  # here\n", "GradScaler('cpu', enabled=False, )", id="a"
+        ("scaler-for-bf16", "s = GradScaler('cpu', )  # here\n", "GradScaler('cpu', enabled=False, )"),
+        ("scaler-for-bf16", "s = GradScaler()  # here\n", "GradScaler(enabled=False)"),
+        (
+            SCHEDULE,
+            "scale_before = 1\n" + GO + BACKWARD + STEP + "    rate.step()  # here\n",
+            "    scale_before1 = s.get_scale()\n    s.update()\n    if s.get_scale() >= scale_before1:\n        rate",
         ),
-        pytest.param("scaler-for-bf16", "s = GradScaler()  # here\n", "GradScaler(enabled=False)", id="no argument"),
-        pytest.param("scaler-for-bf16", "s = GradScaler(enabled=x)  # here\n", "the scaler is", id="enabled by x"),
+        (
+            SCHEDULE,
+            GO + BACKWARD + "    s.step(opt)\n    k = s.get_scale()\n    s.update()\n    schedule.step()  # here\n",
+            "    k = s.get_scale()\n    s.update()\n    if s.get_scale() >= k:\n        schedule.step()  # here\n",
+        ),
     ],
 )
 def test_edits_keep_the_form_of_the_script(name: str, script: str, expected: str, tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
+    result = found_in(script, name, tmp_path)
+    assert result.by_hand == ()
+    assert expected in result.content().decode()
+    compile(result.new, "train.py", "exec")
+
+
+def found_in(script: str, name: str, folder: Path) -> Corrected:
+    """What is made of a mistake in the line that ends in "# here"."""
+    path = folder / "train.py"
     path.write_bytes(script.encode())
-    line = next(number for number, text in enumerate(script.split("\n"), 1) if "# here" in text)
-    source = script.split("\n")[line - 1].strip()
-    [result] = corrections([Run(path, mistakes=[MistakeRecord(name, "", "", str(path), line, source)])])
-    if result.by_hand:
-        assert result.by_hand[0][1].startswith(expected)
-        assert (result.new, result.diff()) == (script, "")
-    else:
-        assert expected in result.content().decode()
-        compile(result.new, "train.py", "exec")
+    [(line, text)] = [(number, text) for number, text in enumerate(script.split("\n"), 1) if "# here" in text]
+    [result] = corrections([Run(path, mistakes=[MistakeRecord(name, "", "", str(path), line, text.strip())])])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "script"),
+    [
+        # Gradients would be unscaled twice, or before the last backward.
+        (CLIP, GO + "    for i in on:\n        s.scale(loss).backward()\n        clip_(1)  # here\n    s.step(opt)\n"),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    if on % 2:\n        s.step(opt)\n        s.update()\n"),
+        (CLIP, GO + BACKWARD + "    if on % 2:\n        clip_(1)  # here\n" + STEP),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + BACKWARD + STEP),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    s.unscale_(opt)\n" + STEP),
+        (CLIP, "def clip(s, opt):\n    s.unscale_(opt)\n" + GO + BACKWARD + "    clip_(1)  # here\n" + STEP),
+        (
+            CLIP,
+            "class T:\n  def f(self):\n    clip_(1)  # here\n"
+            "  def g(self):\n    self.s.scale(1).backward()\n    self.s.step(self.o)\n",
+        ),
+        # Of another optimizer, or of what a loop runs over.
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    s.step(opt)\n    s.step(on)\n"),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + STEP + "def other(g):\n    g.step()\n    g.zero_grad()\n"),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    for o in opt:\n        s.step(o)\n"),
+        (CLIP, GO + "    clip = lambda: clip_(1)  # here\n" + BACKWARD + STEP),
+        (CLIP, GO + BACKWARD + "    a = 1; clip_(1)  # here\n" + STEP),
+        ("stepped-while-scaled", GO + BACKWARD + "    for o in opt:\n        o.step()  # here\n"),
+        ("stepped-while-scaled", GO + BACKWARD + "    return opt.step()  # here\n"),
+        (
+            "stepped-while-scaled",
+            GO + "    if on:\n        s.scale(loss).backward()\n    else:\n        f()\n    opt.step()  # here\n",
+        ),
+        ("never-zeroed", GO + "    loss.backward()\n    return opt.step()  # here\n"),
+        ("never-zeroed", GO + "    loss.backward()\n    [o.step() for o in opt]  # here\n"),
+        ("never-zeroed", GO + "    loss.backward()\n    s.step(optimizer=opt)  # here\n"),
+        ("never-zeroed", GO + "    loss.backward()\n    opt.step(f)  # here\n"),
+        ("never-zeroed", GO + "    for i in on:\n        loss.backward()\n    opt.step()  # here\n"),
+        ("never-zeroed", GO + "    loss.backward()\n    opt.step()  # here\n    on.step()\n    on.zero_grad()\n"),
+        ("loss-not-scaled", GO + BACKWARD + "    torch.autograd.backward(loss)  # here\n" + STEP),
+        (
+            "loss-not-scaled",
+            GO + "    if s:\n        s.scale(loss).backward()\n    else:\n        loss.backward()  # here\n",
+        ),
+        # The region would take in, or leave out, something else.
+        (VALIDATION, REGION + "out = net(2)  # here\nprint(out.numpy())\n"),
+        (VALIDATION, REGION + "def f():\n    yield f_loss(net(2), y)  # here\n"),
+        (VALIDATION, REGION + "f_loss(net(2), '''\n''')  # here\n"),
+        (
+            VALIDATION,
+            "import torch\nwith torch.autocast('cpu', enabled=False):\n    net(1)\nf_loss(net(2), y)  # here\n",
+        ),
+        (
+            VALIDATION,
+            "import torch\ndef go(on):\n    with torch.autocast('cpu', enabled=on):\n        net(1)\n"
+            "def f(on):\n    f_loss(net(2), y)  # here\n",
+        ),
+        (VALIDATION, REGION + "with torch.autocast('cuda'):\n    net(1)\nf_loss(net(2), y)  # here\n"),
+        (INSIDE, "with autocast('cpu'):\n    for a in net(1):\n        a.backward()  # here\n"),
+        (INSIDE, "with no_sync(), autocast('cpu'):\n    a = net(1)\n    a.backward()  # here\n"),
+        (INSIDE, "with autocast('cpu'):\n    a = net(1)\n    a.backward()  # here\n    b = net(a)\n"),
+        (INSIDE, "with autocast('a'):\n    with autocast('cpu'):\n        a = net(1)\n        a.backward()  # here\n"),
+        ("scaler-not-saved", GO + BACKWARD + STEP + "    save({'a': a.state_dict()}, opt.state_dict())  # here\n"),
+        ("scaler-not-saved", GO + BACKWARD + STEP + "    save({'opt': opt.state_dict(), 'scaler': 1})  # here\n"),
+        ("scaler-for-bf16", "s = GradScaler('cpu', 1024.0, 2.0, 0.5, 2000, True)  # here\n"),
+        ("scaler-for-bf16", "s = GradScaler(enabled=x)  # here\n"),
+        ("scaler-for-bf16", "s = GradScaler(**x)  # here\n"),
+        (SCHEDULE, GO + BACKWARD + "    s.step(opt)\n    if on:\n        s.update()\n    schedule.step()  # here\n"),
+    ],
+)
+def test_what_one_form_of_script_does_not_decide_is_left(name: str, script: str, tmp_path: Path) -> None:
+    result = found_in(script, name, tmp_path)
+    assert len(result.by_hand) == 1
+    assert (result.new, result.diff()) == (script, "")
 
 
 def test_of_two_mistakes_with_one_remedy_the_first_line_is_edited(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(
-        "def go(s, opt, loss):\n    s.scale(loss).backward()\n    log(norm(1))\n    clip_(1)\n    opt.step()\n"
-        "    s.update()\n    s.step(opt)\n"
-    )
-    mistakes = ("clipped-while-scaled", 4), ("measured-while-scaled", 3), ("stepped-without-scaler", 5)
-    result = corrected(path, *mistakes)
-    assert len(result.fixed) == 3
-    assert [line.strip() for line in result.new.splitlines()[2:6]] == [
-        "s.unscale_(opt)",
-        "log(norm(1))",
-        "clip_(1)",
-        "s.step(opt)",
-    ]
+    path.write_text(GO + BACKWARD + "    log(norm(1))\n    clip_(1)\n" + STEP)
+    result = corrected(path, (CLIP, 4), ("measured-while-scaled", 3))
+    assert len(result.fixed) == 2
+    assert [line.strip() for line in result.new.splitlines()[2:5]] == ["s.unscale_(opt)", "log(norm(1))", "clip_(1)"]
 
 
 @pytest.mark.parametrize(
-    ("op", "advice", "line", "expected"),
+    ("script", "encoding"),
+    [("s = GradScaler()\n", "utf-8-sig"), ("# coding: latin-1\ns = GradScaler()  # \xe9\n", "latin-1")],
+)
+def test_a_script_keeps_its_encoding(script: str, encoding: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_bytes(script.encode(encoding))
+    line = script.count("\n")
+    [result] = corrections(
+        [
+            Run(tmp_path, mistakes=[MistakeRecord("scaler-for-bf16", "", "", str(file), line, script.splitlines()[-1])])
+            for file in (tmp_path / "train.py", tmp_path / ".." / tmp_path.name / "train.py")
+        ]
+    )  # one script by two names
+    assert result.content() == script.replace("()", "(enabled=False)").encode(encoding)
+
+
+def test_long_and_deep_scripts_are_read_in_seconds_or_left(tmp_path: Path) -> None:
+    long = "s = GradScaler()  # here\n" + "a.b(c).d(e.f)\nx = y.z\n" * 5000
+    assert "enabled=False" in found_in(long, "scaler-for-bf16", tmp_path).new
+    deep = "s = GradScaler()  # here\nx = " + "-" * 30_000 + "1\n"
+    assert "cannot be read" in found_in(deep, "scaler-for-bf16", tmp_path).by_hand[0][1]
+
+
+EPSILON = "and add an epsilon"
+
+
+@pytest.mark.parametrize(
+    ("op", "advice", "dtype", "line", "expected"),
     [
-        ("aten.div", "and add an epsilon", "y = a / b.norm(dim=-1)", "y = a / b.norm(dim=-1).clamp_min(1e-7)"),
-        ("aten.div", "and add an epsilon", "y = a / b", ""),
-        ("aten.div", "and add an epsilon", "y = a / b.std() / c.std()", ""),
-        ("aten.mul", "the gradient of sqrt at 0: an epsilon", "(a + 1).sqrt()", "((a + 1).clamp_min(1e-7)).sqrt()"),
-        ("aten.log", "or clamp them", "y = torch.log(p - q) * 2", "y = torch.log((p - q).clamp_min(1e-7)) * 2"),
-        ("aten.acos_", "and clamp them", "y = torch.acos(c)", "y = torch.acos(c.clamp(-1 + 1e-6, 1 - 1e-6))"),
-        ("aten.linear", "find where they come from", "y = linear(c)", ""),
+        ("aten.div", EPSILON, "bfloat16", "y = a / b.norm(dim=-1)", "y = a / b.norm(dim=-1).clamp_min(1e-12)"),
+        ("aten.div", EPSILON, "float16", "y = a / b.norm(dim=-1)", ""),
+        ("aten.div", EPSILON, "float32", "y = a / b", ""),
+        ("aten.div", EPSILON, "float32", "y = a / b.std() / 2", ""),
+        ("aten.div", EPSILON, "float32", "y = a / math.sqrt(8)", ""),
+        ("aten.div", EPSILON, "float32", "y = a / self.norm(b)", ""),
+        ("aten.div", EPSILON, "float32", "y = a / b.norm().clamp_min(1e-12)", ""),
+        ("aten.reciprocal", EPSILON, "float32", "y = torch.reciprocal(w)", ""),
+        (
+            "aten.mul",
+            "the gradient of sqrt: an epsilon",
+            "float32",
+            "(a + b).sqrt()",
+            "((a + b).clamp_min(1e-12)).sqrt()",
+        ),
+        ("aten.log", EPSILON, "float32", "torch.log(p - q) * 2", "torch.log((p - q).clamp_min(1e-12)) * 2"),
+        ("aten.log", EPSILON, "float32", "math.log(p)", ""),
+        (
+            "aten.acos_",
+            "and clamp them",
+            "float32",
+            "y = torch.acos(c)",
+            "y = torch.acos(c.clamp(-1 + 1e-6, 1 - 1e-6))",
+        ),
+        ("aten.acos_", "and clamp them", "bfloat16", "y = torch.acos(c)", ""),
+        ("aten.linear", "find where they come from", "float32", "y = linear(c)", ""),
     ],
-)  # fmt: skip
-def test_the_input_of_an_op_is_bounded(op: str, advice: str, line: str, expected: str, tmp_path: Path) -> None:
+)
+def test_the_input_of_an_op_is_bounded(
+    op: str, advice: str, dtype: str, line: str, expected: str, tmp_path: Path
+) -> None:
     (tmp_path / "model.py").write_text(f"{line}\n")
-    text = f"text\nat {tmp_path / 'model.py'}:1: {line}"
+    text = f"text\nat {tmp_path / 'model.py'}:1: {line}\ninput 0: {dtype} (4,), 0 .. 1"
     record = DiagnosisRecord(3, "fault", "forward", "", op, text, advice)
     [result] = corrections([Run(tmp_path, diagnoses=[record])])
     assert result.new == f"{expected or line}\n"

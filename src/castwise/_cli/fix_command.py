@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,6 @@ import typer
 
 from castwise._cli.completion import RUNS
 from castwise._cli.report_command import _read_all, _run_with_records
-from castwise._files import exchange
 from castwise._user_error import UserError
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def _print(corrected: list[Corrected], applied: bool) -> None:
             remedy = finding.remedy.replace("\n", "\n    ")
             text = f"{script.path}:{finding.line}: {finding.text}\n  by hand, because {why}:\n    {remedy}"
             typer.echo(text, err=True)
+    if not applied and any(script.fixed and script.path.is_absolute() for script in corrected):
+        typer.echo("castwise fix: git applies a diff in the folder of the script", err=True)
     if not corrected:
         typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
     elif any(script.fixed for script in corrected):
@@ -80,27 +82,57 @@ def _edits(corrected: list[Corrected]) -> str:
 
 
 def _write_all(scripts: list[Corrected], force: bool) -> None:
-    """Write scripts, all or none of those with changes that are not committed."""
+    """Write scripts in place, each with a copy beside it, none if one has uncommitted changes or cannot be copied."""
     for script in scripts:
         if not force and _is_uncommitted(script.path):
             raise UserError(f"{script.path} has changes that are not committed: commit them, or give --force")
-    for script in scripts:
-        try:
-            copy = _copied(script)
-            exchange(script.path.resolve(), script.content())
-        except OSError as error:
-            raise UserError(f"cannot write {script.path}: {error.strerror}") from None
+    copies: list[Path] = []
+    try:
+        for script in scripts:
+            copies.append(_copied(script))
+    except OSError as error:
+        for copy in copies:
+            copy.unlink()
+        raise UserError(f"cannot write beside {script.path}: {error.strerror}; no script was changed") from None
+    for script, copy in zip(scripts, copies, strict=True):
+        _write(script, copy)
         typer.echo(f"wrote {script.path}, with a copy in {copy}", err=True)
 
 
-def _is_uncommitted(path: Path) -> bool:
-    """Return True if git says so; False for files in no repository, and without git."""
-    command = ["git", "status", "--porcelain", "--", path.name]
+def _write(script: Corrected, copy: Path) -> None:
     try:
-        done = subprocess.run(command, cwd=path.resolve().parent, capture_output=True, check=False)
-    except OSError:
+        with script.path.open("r+b") as file:  # in place: it keeps its owner, and its other names
+            if file.read() != script.raw:
+                raise UserError(
+                    f"{script.path} is being changed by something else, and was left; run the command again"
+                )
+            file.seek(0)
+            file.write(script.content())
+            file.truncate()
+    except OSError as error:
+        raise UserError(f"cannot write {script.path}: {error.strerror}; {copy} has its text") from None
+
+
+def _is_uncommitted(path: Path) -> bool:
+    """Return True if a script is in a repository without being committed as it is, or if git cannot tell."""
+    command = [
+        "git",
+        "--literal-pathspecs",
+        "status",
+        "--porcelain",
+        "--ignored",
+        "--untracked-files=all",
+        "--",
+        path.name,
+    ]
+    english = {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, cwd=path.resolve().parent, capture_output=True, check=False, text=True, env=english
+        )
+    except OSError:  # there is no git
         return False
-    return done.returncode == 0 and bool(done.stdout.strip())
+    return bool(done.stdout.strip()) if done.returncode == 0 else "not a git repository" not in done.stderr
 
 
 def _copied(script: Corrected) -> Path:
@@ -109,9 +141,14 @@ def _copied(script: Corrected) -> Path:
     while True:
         copy = script.path.with_name(f"{script.path.name}.orig{number or ''}")
         try:
-            with copy.open("xb") as file:
-                file.write(script.raw)
+            file = copy.open("xb")
         except FileExistsError:
             number += 1
-        else:
-            return copy
+            continue
+        try:
+            with file:
+                file.write(script.raw)
+        except OSError:
+            copy.unlink()
+            raise
+        return copy

@@ -43,10 +43,11 @@ class Finding(NamedTuple):
     def fix(self, source: ScriptSource, line: int) -> Fix:
         """Return the changes that correct it in a script where its line now has this number."""
         if source.line(line).strip() != self.source:
-            return "the line has changed since the run"
+            return "the line has changed since the run, or by another edit"
         if isinstance(self.record, MistakeRecord):
             return fix_of_mistake(self.record.name, source, line)
-        return fix_of_op(self.record.op, self.record.advice, source, line)
+        dtypes = [text.split()[0] for text in self.record.inputs if "float" in text.split()[0]]
+        return fix_of_op(self.record.op, self.record.advice, dtypes, source, line)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ class Corrected:
 
     def diff(self) -> str:
         """Return a unified diff, which `patch` and `git apply` read; "" without edits."""
-        lines = difflib.unified_diff(_rows(self.old), _rows(self.new), f"a/{self.path}", f"b/{self.path}")
+        mark = "\ufeff" if self.encoding == "utf-8-sig" else ""
+        old, new = (_rows(f"{mark}{text}") for text in (self.old, self.new))
+        lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def record(self) -> dict[str, object]:
@@ -94,7 +97,7 @@ def corrections(runs: Sequence[Run]) -> list[Corrected]:
     """Return each script that runs have found something in, with its edits, in order of the first finding."""
     files: dict[str, list[Finding]] = {}
     for finding in findings(runs):
-        files.setdefault(finding.file, []).append(finding)
+        files.setdefault(os.path.realpath(finding.file), []).append(finding)
     return [_corrected(_from_here(Path(file)), found) for file, found in files.items()]
 
 
@@ -113,7 +116,7 @@ def findings(runs: Sequence[Run]) -> Iterator[Finding]:
 
 def _from_here(path: Path) -> Path:
     try:
-        return path.relative_to(os.getcwd())
+        return path.relative_to(os.path.realpath(os.getcwd()))
     except (OSError, ValueError):
         return path
 
@@ -127,7 +130,7 @@ def _corrected(path: Path, found: Iterable[Finding]) -> Corrected:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
         source = ScriptSource(text)
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
         why = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
         return Corrected(path, by_hand=[(finding, why) for finding in found])
     corrected = Corrected(path, raw, encoding, text, text)
@@ -150,7 +153,7 @@ def _tried(source: ScriptSource, fix: tuple[Change, ...]) -> Fix:
     """Return the changes, or why not if the script would not be Python after them."""
     try:
         ScriptSource(changed(source.text, fix))
-    except (SyntaxError, ValueError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         return "the edit would not be Python"
     return fix
 

@@ -1,27 +1,42 @@
-"""`fix_of_mistake`: the edit of a script that corrects a mistake, where one place decides it."""
+"""`fix_of_mistake`: the edit of a script that corrects a mistake, where one place decides it.
+
+An edit has to be right in every script that it is made in, so each rule knows one form of script, that of most: the
+scaler, its backward and its step are in one function, and there is one optimizer. Anything else is left to be done by
+hand.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 from castwise._fixing.edits import Change, after, before, indent_of, indented, instead, outdented
-from castwise._script_source import ScriptSource
+from castwise._script_source import MethodCall, ScriptSource
 
 Fix = tuple[Change, ...] | str
 """The changes, none if an earlier fix corrects this too; or why it has to be done by hand."""
 
-_UNKNOWN_SCALER = "the script has no one scaler and optimizer that can be named there"
+_NO_ONE_PLACE = "no one place of the script decides it"
+_UNKNOWN_NAMES = "its function has no one scaler and optimizer that can be named there"
+_OTHER_OPTIMIZERS = "the script has several optimizers"
 _NOT_ONE_STATEMENT = "the line is not a statement of that kind"
-_SIMPLE = ast.Expr | ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return
+_ON_A_BRANCH = "the loss is scaled, or the step taken, only on some ways through the code there"
+_LOOPS = ast.For | ast.AsyncFor
+_HIDDEN = ast.Yield | ast.YieldFrom | ast.Await | ast.Lambda
+# What may follow a backward without autocast as well as inside it.
+_AFTER_A_BACKWARD = {
+    *("step", "update", "zero_grad", "scale", "backward", "unscale_", "clip_grad_norm_", "clip_grad_value_"),
+    *("parameters", "get_last_lr", "item", "detach", "float", "append", "print"),
+}
+_LOSS = re.compile(r"loss|entropy|criterion|mse|nll|bce", re.IGNORECASE)
 
 
 def fix_of_mistake(name: str, source: ScriptSource, line: int) -> Fix:
     """Return the changes that correct a mistake of this name in a line, or why it has to be done by hand."""
     rule = _RULES.get(name)
     if rule is None:
-        return "no one place of the script decides it"
+        return _NO_ONE_PLACE
     fixes = [rule(source, statement) for statement in source.statements_at(line)]
     possible = [fix for fix in fixes if not isinstance(fix, str)] or fixes
     return possible[0] if len(possible) == 1 else "the line has several statements"
@@ -30,105 +45,129 @@ def fix_of_mistake(name: str, source: ScriptSource, line: int) -> Fix:
 def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
     scaler, optimizer = source.names_at(statement)
     if not scaler or not optimizer:
-        return _UNKNOWN_SCALER
-    if not isinstance(statement, _SIMPLE):
-        return _NOT_ONE_STATEMENT
-    block = source.siblings(statement)
-    if any(ast.unparse(each) == f"{scaler}.unscale_({optimizer})" for each in block[: block.index(statement)]):
+        return _UNKNOWN_NAMES
+    if len(source.optimizers) > 1:
+        return _OTHER_OPTIMIZERS
+    outermost = _outermost_of_loops(source, statement)
+    block = source.block(outermost)
+    place = block.index(outermost)
+    step = next((each for each in block[place + 1 :] if ast.unparse(each) == f"{scaler}.step({optimizer})"), None)
+    if any(ast.unparse(each) == f"{scaler}.unscale_({optimizer})" for each in block[:place]):
         return ()  # by the fix of an earlier line
-    if any(source.calls_in_function(statement, "unscale_")):
-        return f"{scaler}.unscale_ is called elsewhere: move it before this line"
-    return (before(source, statement, f"{scaler}.unscale_({optimizer})"),)
+    if any(call.method == "unscale_" for call in source.method_calls):
+        return f"{scaler}.unscale_ is called elsewhere: it has to come before this line, once for each step"
+    if step is None or _has_backward(source, block[place : block.index(step)]) or _hides(statement):
+        return f"{scaler}.step({optimizer}) does not follow it in the same block"
+    return (before(source, outermost, f"{scaler}.unscale_({optimizer})"),)
+
+
+def _outermost_of_loops(source: ScriptSource, statement: ast.stmt) -> ast.stmt:
+    """Return a statement, or the outermost of the loops around it that do not compute gradients or step."""
+    for around in source.around(statement):
+        if not isinstance(around, _LOOPS) or _has_backward(source, [around]) or _steps(source, around):
+            break
+        statement = around
+    return statement
 
 
 def _step_with_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
-    call = _method_called(statement, "step")
-    scaler = source.names_at(statement).scaler
-    if call is None or call.args or call.keywords:
+    scaler, _ = source.names_at(statement)
+    stepped = _stepped_alone(source, statement)
+    if stepped is None or stepped.node.args:
         return _NOT_ONE_STATEMENT
     if not scaler:
-        return _UNKNOWN_SCALER
-    assert isinstance(call.func, ast.Attribute)
-    step = instead(source, call, f"{scaler}.step({source.text_of(call.func.value)})")
-    updates = [ast.unparse(update.func) for update in source.calls_in_function(statement, "update")]
-    if f"{scaler}.update" in updates:
+        return _UNKNOWN_NAMES
+    if not _is_scaled_before(source, statement, scaler):
+        return _ON_A_BRANCH
+    step = instead(source, stepped.node, f"{scaler}.step({stepped.owner})")
+    if any(
+        call.method == "update" and call.owner.split(".")[-1] == scaler.split(".")[-1] for call in source.method_calls
+    ):
         return (step,)
     return step, after(source, statement, f"{scaler}.update()")
 
 
 def _scale_loss(source: ScriptSource, statement: ast.stmt) -> Fix:
-    call, scaler = _method_called(statement, "backward"), source.names_at(statement).scaler
-    if call is None:
+    scaler, _ = source.names_at(statement)
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "backward":
+        return _NOT_ONE_STATEMENT
+    if call.args or "autograd" in ast.unparse(call.func.value) or _hides(statement):
         return _NOT_ONE_STATEMENT
     if not scaler:
-        return _UNKNOWN_SCALER
-    assert isinstance(call.func, ast.Attribute)
+        return _UNKNOWN_NAMES
+    if not _is_scaled_before(source, statement, scaler, or_after=True):
+        return _ON_A_BRANCH
     return (instead(source, call.func.value, f"{scaler}.scale({source.text_of(call.func.value)})"),)
 
 
 def _validate_in_region(source: ScriptSource, statement: ast.stmt) -> Fix:
-    regions = {source.text_of(item.context_expr): item.context_expr for item in _regions(source)}
+    regions = {source.text_of(item.context_expr): item for item in _enabled_regions(source)}
     if len(regions) != 1:
         return f"the script has {len(regions) or 'no'} different autocast regions to take the arguments from"
     [(text, region)] = regions.items()
-    names = {node.id for node in ast.walk(region) if isinstance(node, ast.Name)}
-    imported = {alias.asname or alias.name.split(".")[0] for alias in _imports(source)}
-    unknown = sorted(name for name in names - imported if not source.is_known_at(statement, name))
-    if unknown or "\n" in text:
-        return f"the arguments of its autocast region are not known there: {', '.join(unknown) or text}"
-    moved = indented(source, _with_uses(source, statement), f"with {text}:")
-    return _NOT_ONE_STATEMENT if moved is None or not isinstance(statement, _SIMPLE) else moved
-
-
-def _with_uses(source: ScriptSource, statement: ast.stmt) -> Sequence[ast.stmt]:
-    """Return a statement and those after it, up to the last that reads what it assigns, such as the loss."""
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
-    names = {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-    block = source.siblings(statement)
-    first = last = block.index(statement)
-    for place, later in enumerate(block[first + 1 :], first + 1):
-        if not isinstance(later, _SIMPLE):
-            break
-        if any(isinstance(node, ast.Name) and node.id in names for node in ast.walk(later)):
-            last = place
-    return block[first : last + 1]
-
-
-def _backward_after_region(source: ScriptSource, statement: ast.stmt) -> Fix:
-    region = source.parent(statement)
-    if not isinstance(region, ast.With) or not any(map(_is_region, region.items)):
-        return "the backward is not directly in the block of the region"
-    block = region.body
-    first = block.index(statement)
-    moved = outdented(source, block[first:], region.col_offset) if first else None
+    if "\n" in text or not _means_the_same(source, region, statement):
+        return f"the arguments of its autocast region may be others there: {' '.join(text.split())}"
+    if not isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign | ast.Return) or _hides(statement):
+        return _NOT_ONE_STATEMENT
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    if not any(_LOSS.search(ast.unparse(call.func)) and _has_call(call.args) for call in calls):
+        return "the model's output would have another dtype after it: its uses belong into the region too"
+    moved = indented(source, [statement], f"with {text}:")
     return _NOT_ONE_STATEMENT if moved is None else moved
 
 
+def _means_the_same(source: ScriptSource, region: ast.withitem, statement: ast.stmt) -> bool:
+    """Return True if the arguments of a region are in the same function, or constants and what modules have."""
+    if source.function(region) is source.function(statement):
+        return True
+    names = {node.id for node in ast.walk(region) if isinstance(node, ast.Name)}
+    imports = (node for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    return names <= {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
+
+
+def _backward_after_region(source: ScriptSource, statement: ast.stmt) -> Fix:
+    region, *outer = source.around(statement)
+    if not isinstance(region, ast.With) or len(region.items) != 1 or not any(map(_is_enabled_region, region.items)):
+        return "the backward is not directly in the block of a region alone"
+    if any(isinstance(each, ast.With) and any(map(_is_region, each.items)) for each in outer):
+        return "there is a region around the region"
+    block = region.body
+    first = block.index(statement)
+    moved = block[first:]
+    called = {_name_of(node) for each in moved for node in ast.walk(each) if isinstance(node, ast.Call)}
+    if not first or not called <= _AFTER_A_BACKWARD or any(map(_hides, moved)):
+        return "what follows the backward in the region may have to stay in it"
+    changes = outdented(source, moved, region.col_offset)
+    return _NOT_ONE_STATEMENT if changes is None else changes
+
+
 def _disable_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
-    made = [call for call in _calls(statement) if ast.unparse(call.func).split(".")[-1] == "GradScaler"]
+    calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    made = [call for call in calls if _name_of(call) == "GradScaler"]
     if len(made) != 1:
         return _NOT_ONE_STATEMENT
-    if any(keyword.arg in (None, "enabled") for keyword in made[0].keywords):
-        return "the scaler is already given `enabled`"
-    return (_with_argument(source, made[0], "enabled=False"),)
+    [call] = made
+    is_starred = any(isinstance(given, ast.Starred) for given in call.args)
+    if is_starred or len(call.args) > 1 or any(keyword.arg in (None, "enabled") for keyword in call.keywords):
+        return "the scaler may already be given `enabled`"
+    given = [*call.args, *(keyword.value for keyword in call.keywords)]
+    end = max((source.span(value)[1] for value in given), default=source.span(call)[1] - 1)
+    return (Change(end, end, f"{', ' if given else ''}enabled=False"),)
 
 
 def _save_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
-    scaler = source.names_at(statement).scaler
-    saved = [
-        value
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Dict)
-        for value in node.values
-        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith(".state_dict")
-    ]
-    if not saved:
-        return "the states are not saved as one dict that is written there"
-    if not scaler:
-        return _UNKNOWN_SCALER
+    scaler, optimizer = source.names_at(statement)
+    if not scaler or not optimizer:
+        return _UNKNOWN_NAMES
+    dicts = [node for node in ast.walk(statement) if isinstance(node, ast.Dict)]
+    keys = {key.value for node in dicts for key in node.keys if isinstance(key, ast.Constant)}
+    saved = [value for node in dicts for value in node.values if ast.unparse(value) == f"{optimizer}.state_dict()"]
+    if len(saved) != 1 or "scaler" in keys:
+        return "the optimizer's state is not saved in one dict that is written there, without a scaler"
     entry = f'"scaler": {scaler}.state_dict()'
-    end = source.span(saved[-1])[1]
-    line = source.line(saved[-1].end_lineno or 0)
+    end = source.span(saved[0])[1]
+    line = source.line(saved[0].end_lineno or 0)
     rest = re.fullmatch(r"\s*(,?)\s*(#.*)?", line[source.column(end) :])
     if rest is None:
         return (Change(end, end, f", {entry}"),)
@@ -137,25 +176,40 @@ def _save_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
     return (own_line,) if rest[1] else (Change(end, end, ","), own_line)
 
 
-def _zero_after_step(source: ScriptSource, statement: ast.stmt) -> Fix:
-    call = _method_called(statement, "step")
-    if call is None:
+def _zero_before_backward(source: ScriptSource, statement: ast.stmt) -> Fix:
+    stepped = _stepped_alone(source, statement)
+    if stepped is None or stepped.node.keywords:
         return _NOT_ONE_STATEMENT
-    assert isinstance(call.func, ast.Attribute)
-    optimizer = source.text_of(call.args[0] if call.args else call.func.value)
-    return (after(source, statement, f"{optimizer}.zero_grad()"),)
+    if stepped.node.args and stepped.owner != source.names_at(statement).scaler:
+        return _NOT_ONE_STATEMENT
+    optimizer = ast.unparse(stepped.node.args[0]) if stepped.node.args else stepped.owner
+    if source.optimizers - {optimizer}:
+        return _OTHER_OPTIMIZERS
+    block = source.block(statement)
+    earlier = block[: block.index(statement)]
+    first = next((each for each in earlier if isinstance(each, ast.Expr) and _has_backward(source, [each])), None)
+    if first is None:
+        return "the backward is not before it in the same block"
+    return (before(source, first, f"{optimizer}.zero_grad()"),)
 
 
 def _advance_after_taken_step(source: ScriptSource, statement: ast.stmt) -> Fix:
-    scaler, block = source.names_at(statement).scaler, source.siblings(statement)
-    if not scaler or not isinstance(statement, ast.Expr):
-        return _UNKNOWN_SCALER
+    scaler = source.names_at(statement).scaler
+    stepped = _stepped_alone(source, statement)
+    if not scaler or stepped is None:
+        return _UNKNOWN_NAMES
+    block = source.block(statement)
     earlier = block[: block.index(statement)]
-    updates = [each for each in earlier if isinstance(each, ast.Expr) and ast.unparse(each) == f"{scaler}.update()"]
-    guarded = indented(source, [statement], f"if {scaler}.get_scale() >= scale:")
-    if len(updates) != 1 or guarded is None:
+    updates = [place for place, each in enumerate(earlier) if ast.unparse(each) == f"{scaler}.update()"]
+    if len(updates) != 1:
         return f"{scaler}.update() is not called before it in the same block"
-    return before(source, updates[0], f"scale = {scaler}.get_scale()"), *guarded
+    update = earlier[updates[0]]
+    kept = re.fullmatch(rf"(\w+) = {re.escape(scaler)}\.get_scale\(\)", ast.unparse(earlier[updates[0] - 1]))
+    name = kept[1] if kept and updates[0] else _free_name(source, "scale_before")
+    guarded = indented(source, [statement], f"if {scaler}.get_scale() >= {name}:")
+    if guarded is None:
+        return _NOT_ONE_STATEMENT
+    return (*([] if kept else [before(source, update, f"{name} = {scaler}.get_scale()")]), *guarded)
 
 
 _RULES: dict[str, Callable[[ScriptSource, ast.stmt], Fix]] = {
@@ -168,43 +222,74 @@ _RULES: dict[str, Callable[[ScriptSource, ast.stmt], Fix]] = {
     "backward-inside-autocast": _backward_after_region,
     "scaler-for-bf16": _disable_scaler,
     "scaler-not-saved": _save_scaler,
-    "never-zeroed": _zero_after_step,
+    "never-zeroed": _zero_before_backward,
     "schedule-advanced-on-skip": _advance_after_taken_step,
 }
 
 
-def _calls(node: ast.AST) -> Iterator[ast.Call]:
-    return (child for child in ast.walk(node) if isinstance(child, ast.Call))
-
-
-def _method_called(statement: ast.stmt, method: str) -> ast.Call | None:
-    """Return a statement's one call of a method; None if there are none or several."""
-    if not isinstance(statement, _SIMPLE):
+def _stepped_alone(source: ScriptSource, statement: ast.stmt) -> MethodCall | None:
+    """Return the `step` that is all of a statement; None if it is something else, or of what a loop runs over."""
+    if not isinstance(statement, ast.Expr):
         return None
-    found = [call for call in _calls(statement) if isinstance(call.func, ast.Attribute) and call.func.attr == method]
-    return found[0] if len(found) == 1 else None
+    found = [call for call in source.method_calls if call.node is statement.value and call.method == "step"]
+    loops = [each for each in source.around(statement) if isinstance(each, _LOOPS)]
+    variables = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+    used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    return found[0] if found and not used & variables else None
 
 
-def _with_argument(source: ScriptSource, call: ast.Call, argument: str) -> Change:
-    """Return the insertion of a last argument of a call."""
-    end = source.span(call)[1] - 1
-    given = [*call.args, *(keyword.value for keyword in call.keywords)]
-    if not given:
-        return Change(end, end, argument)
-    last = max(source.span(value)[1] for value in given)
-    return Change(last, last, f", {argument}")
+def _is_scaled_before(source: ScriptSource, statement: ast.stmt, scaler: str, or_after: bool = False) -> bool:
+    """Return True if each way to a statement goes through the scaler's backward, or one of its blocks has it at all."""
+    ways = [statement, *(each for each in source.around(statement) if isinstance(each, ast.stmt))]
+    blocks = [source.block(each) for each in ways if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
+    uses = [call for call in source.method_calls if call.owner == scaler and call.method in ("scale", "step")]
+    direct = {id(source.statement(call.node)) for call in uses if or_after or call.method == "scale"}
+    return any(id(each) in direct for block in blocks for each in block)
+
+
+def _has_backward(source: ScriptSource, statements: Iterable[ast.AST]) -> bool:
+    nodes = (node for each in statements for node in ast.walk(each))
+    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
+
+
+def _steps(source: ScriptSource, node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "step" for each in ast.walk(node))
+
+
+def _has_call(nodes: Iterable[ast.AST]) -> bool:
+    return any(isinstance(each, ast.Call) for node in nodes for each in ast.walk(node))
+
+
+def _hides(statement: ast.stmt) -> bool:
+    """Return True if parts of a statement run at another time, or other code in the middle of it."""
+    return any(isinstance(node, _HIDDEN) for node in ast.walk(statement))
+
+
+def _name_of(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2] if isinstance(call.func, ast.Attribute | ast.Name) else ""
+
+
+def _free_name(source: ScriptSource, name: str) -> str:
+    number = 0
+    while f"{name}{number or ''}" in source.identifiers:
+        number += 1
+    return f"{name}{number or ''}"
 
 
 def _is_region(item: ast.withitem) -> bool:
-    expression = item.context_expr
-    return isinstance(expression, ast.Call) and ast.unparse(expression.func).split(".")[-1] == "autocast"
+    return isinstance(item.context_expr, ast.Call) and _name_of(item.context_expr) == "autocast"
 
 
-def _regions(source: ScriptSource) -> Iterator[ast.withitem]:
+def _is_enabled_region(item: ast.withitem) -> bool:
+    call = item.context_expr
+    disabled = (
+        [ast.unparse(each.value) for each in call.keywords if each.arg == "enabled"]
+        if isinstance(call, ast.Call)
+        else []
+    )
+    return _is_region(item) and disabled != ["False"]
+
+
+def _enabled_regions(source: ScriptSource) -> Iterator[ast.withitem]:
     blocks = (node for node in ast.walk(source.tree) if isinstance(node, ast.With))
-    return (item for block in blocks for item in block.items if _is_region(item))
-
-
-def _imports(source: ScriptSource) -> Iterator[ast.alias]:
-    nodes = (node for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom)))
-    return (alias for node in nodes for alias in node.names)
+    return (item for block in blocks for item in block.items if _is_enabled_region(item))

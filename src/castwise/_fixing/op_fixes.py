@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from castwise._fixing.edits import Change, instead
 from castwise._fixing.mistake_fixes import Fix
 from castwise._script_source import ScriptSource
 
-# Smaller numbers are 0 in fp16.
-_LEAST = "1e-7"
+_LEAST = "clamp_min(1e-12)"  # which is 0 in fp16
+_DOMAIN = "clamp(-1 + 1e-6, 1 - 1e-6)"  # which is -1 and 1 in 16-bit formats
 _BOUNDS = {
-    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "reciprocal"), f"clamp_min({_LEAST})"),
-    **dict.fromkeys(("acos", "asin"), "clamp(-1 + 1e-6, 1 - 1e-6)"),
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10"), _LEAST),
+    **dict.fromkeys(("acos", "asin"), _DOMAIN),
 }
-# What the divisor is called with, where it cannot be negative.
+_WORKS_IN = {_LEAST: {"float32", "float64", "bfloat16"}, _DOMAIN: {"float32", "float64"}}
+# Methods and functions whose result cannot be negative.
 _NOT_NEGATIVE = frozenset(["norm", "vector_norm", "std", "sqrt", "abs", "var", "exp"])
+_NO_TENSORS = {"math", "np", "numpy", "cmath", "self"}
 _IN_WORDS = {"a division": "div", "1 / x": "reciprocal"}
 
 
-def fix_of_op(op: str, advice: str, source: ScriptSource, line: int) -> Fix:
+def fix_of_op(op: str, advice: str, dtypes: Sequence[str], source: ScriptSource, line: int) -> Fix:
     """Return the changes that bound an op's input in a line, or why it has to be done by hand.
 
     Args:
         op: Name such as "aten.div".
         advice: The remedy in words, which names the op of the forward where its gradient is at fault.
+        dtypes: Names of the dtypes of the op's inputs.
         source: The script.
         line: Where the op is called.
     """
@@ -34,14 +37,17 @@ def fix_of_op(op: str, advice: str, source: ScriptSource, line: int) -> Fix:
     name = op.rpartition(".")[2].rstrip("_") if found is None else _IN_WORDS.get(found[1], found[1])
     if "epsilon" not in advice and "clamp" not in advice:
         return "no one place of the script decides it"
+    bound = _BOUNDS.get(name, _LEAST)
+    if not dtypes or not set(dtypes) <= _WORKS_IN[bound]:
+        return f"{' and '.join(sorted(set(dtypes))) or 'its dtype'} may not hold a bound as small as is needed"
     inputs = [
         value
         for statement in source.statements_at(line)
         for value in (_divisors(statement) if name == "div" else _inputs(statement, name))
     ]
-    if len(inputs) != 1:
-        return f"the line has {len(inputs) or 'no'} calls of {name} whose input can be bounded"
-    return (_bounded(source, inputs[0], _BOUNDS.get(name, f"clamp_min({_LEAST})")),)
+    if len(inputs) != 1 or _is_bounded(inputs[0]):
+        return f"the line has no one {'division' if name == 'div' else name} whose input can be bounded"
+    return (_bounded(source, inputs[0], bound),)
 
 
 def _inputs(statement: ast.stmt, name: str) -> Iterator[ast.expr]:
@@ -50,18 +56,29 @@ def _inputs(statement: ast.stmt, name: str) -> Iterator[ast.expr]:
         return
     for node in ast.walk(statement):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name:
-            if not node.args and not node.keywords:
+            owner = ast.unparse(node.func.value)
+            if not node.args and not node.keywords and owner not in _NO_TENSORS:
                 yield node.func.value
-            elif len(node.args) == 1 and ast.unparse(node.func.value) == "torch":
+            elif len(node.args) == 1 and owner == "torch":
                 yield node.args[0]
 
 
-def _divisors(statement: ast.stmt) -> Iterator[ast.expr]:
-    """Yield the divisors that are a norm or the like. Others may be negative, and stay so."""
-    for node in ast.walk(statement):
-        divisor = node.right if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) else None
-        if isinstance(divisor, ast.Call) and ast.unparse(divisor.func).rpartition(".")[2] in _NOT_NEGATIVE:
-            yield divisor
+def _divisors(statement: ast.stmt) -> list[ast.expr]:
+    """Return the divisor of a statement's one division, if it is a norm or the like. Others may be negative."""
+    divisors = [
+        node.right for node in ast.walk(statement) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
+    ]
+    if len(divisors) != 1 or not isinstance(divisors[0], ast.Call):
+        return []
+    function = divisors[0].func
+    is_of_tensors = isinstance(function, ast.Attribute) and ast.unparse(function.value) not in _NO_TENSORS
+    return divisors if is_of_tensors and ast.unparse(function).rpartition(".")[2] in _NOT_NEGATIVE else []
+
+
+def _is_bounded(value: ast.expr) -> bool:
+    """Return True for a value that is clamped or has an epsilon added already, so that the fault is another one."""
+    text = ast.unparse(value)
+    return "clamp" in text or "clip" in text or "eps" in text or re.search(r"\+ \d*\.?\d*e-", text) is not None
 
 
 def _bounded(source: ScriptSource, value: ast.expr, bound: str) -> Change:

@@ -110,7 +110,7 @@ def in_names_of_script(code: str, place: Place | None) -> str:
         return code
     try:
         source = ScriptSource("".join(linecache.getlines(place.file)))
-    except (SyntaxError, ValueError, RecursionError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         return code
     statements = source.statements_at(place.line)
     names = source.names_at(statements[0]) if statements else Names("", "")
