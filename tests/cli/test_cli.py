@@ -53,6 +53,12 @@ except SystemExit as exit_:
         (["compare", "--reference", "float46"], 2),
         (["tune", "--cost", "money"], 2),
         (["tune", "--report", "missing/page.html"], 2),
+        (["tune", "--tolerance", "-1"], 2),
+        (["compare", "--model", "missing.py:f"], 2),
+        (["trace", "--policy", "missing"], 2),
+        (["diagnose", "missing", "--model", f"{__file__}:f"], 2),
+        (["run", "--policy", "missing.toml", __file__], 2),
+        (["run", "--schedule", "Headrom", __file__], 2),
     ],
 )
 def test_what_needs_no_torch_answers_without_it(arguments: list[str], code: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from castwise._cli.completion import (
     completing,
 )
 from castwise._cli.model_errors import MODEL_ERROR, print_from_model
+from castwise._cli.option_checks import check_policy, check_target
 from castwise._cli.report_command import SharedScript
 from castwise._files import refuse_foreign
 from castwise._suggestions import listed, nearest
@@ -91,6 +93,9 @@ def compare(
         _check_page(page)
         _check_name("--vary", vary, VARIATIONS)
         _check_reference(reference)
+        check_target(model)
+        for text in policy or ():
+            check_policy(text)
         from castwise._cli.policy_options import naming, read_policy  # loads torch, which takes seconds
         from castwise._cli.traced_model import find_task
         from castwise.comparison._precision_drift import Comparison
@@ -158,6 +163,9 @@ def tune(
         _check_name("--cost", cost, COSTS)
         for name in formats or ():
             _check_name("--format", name, (*FORMATS, *RECIPES))
+        if not 0 < tolerance < math.inf:
+            raise UserError(f"--tolerance must be a finite number > 0, got {tolerance}")
+        check_target(model)
         from castwise._cli.traced_model import find_task  # loads torch, which takes seconds
         from castwise.policy._policy import is_policy
         from castwise.tuning._precision_search import Search

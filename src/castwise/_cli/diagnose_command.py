@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from castwise._cli.model_errors import MODEL_ERROR, print_from_model
+from castwise._cli.option_checks import check_target
 from castwise._user_error import UserError
 
 if TYPE_CHECKING:
@@ -34,9 +35,14 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Replay the fault of a run, op by op, with the weights and the batch in its capsule."""
-    from castwise._cli.traced_model import find_factory, find_function
-
     try:
+        check_target(model)
+        if not capsule.is_file():
+            raise UserError(
+                f"there is no file {capsule}: castwise run writes capsule-N.safetensors into the run's folder"
+            )
+        from castwise._cli.traced_model import find_factory, find_function  # loads torch, which takes seconds
+
         read = _read(capsule)
         net = find_factory(model)
         loss_fn = None if loss is None else find_function(loss, "--loss")

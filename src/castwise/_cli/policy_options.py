@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from castwise import Policy, policies, schedules
-from castwise._suggestions import listed, nearest
+from castwise._cli.completion import POLICIES
+from castwise._cli.option_checks import check_policy, check_schedule_name
 from castwise._user_error import UserError
 from castwise.amp._schedules import Schedule
 
@@ -20,21 +21,15 @@ def read_policy(text: str) -> Policy:
     Raises:
         UserError: There is no such policy, or the file is not a valid policy.
     """
-    if text in policies.__all__:
+    check_policy(text)
+    if text in POLICIES:
         ready: Policy = getattr(policies, text)
         return ready
     path = Path(text)
-    if path.suffix not in {".toml", ".json"}:
-        raise UserError(
-            f"--policy must be a .toml or .json file, or one of {listed(policies.__all__)}, got {text!r}"
-            f"{nearest(text, policies.__all__)}; Policy(...).to_file('policy.toml') writes such a file"
-        )
     try:
         return Policy.from_file(path)
     except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; check the path, or use one of {listed(policies.__all__)}"
-        ) from None
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path") from None
     except ValueError as error:
         raise UserError(naming(path, error)) from None
 
@@ -51,13 +46,11 @@ def read_schedule(text: str) -> Schedule:
     Raises:
         UserError: The text is not a valid schedule.
     """
-    names = [name for name in schedules.__all__ if _is_schedule(getattr(schedules, name))]
     try:
         node = ast.parse(text, mode="eval").body
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         name = call.func.id if isinstance(call.func, ast.Name) else ""
-        if name not in names:
-            raise UserError(f"--schedule must be one of {listed(names)}, got {text!r}{nearest(text, names)}")
+        check_schedule_name(name, text)
         given = [_value(argument) for argument in call.args]
         named = {keyword.arg: _value(keyword.value) for keyword in call.keywords if keyword.arg}
         made: Schedule = getattr(schedules, name)(*given, **named)
@@ -89,7 +82,3 @@ def _value(node: ast.expr) -> Any:
     if type(power) not in (int, float):
         raise ValueError(f"a power must be a finite real number, got {ast.unparse(node)}")
     return power
-
-
-def _is_schedule(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Schedule) and value is not Schedule

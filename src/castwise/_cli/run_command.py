@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from castwise._cli.completion import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
+from castwise._cli.option_checks import check_policy, check_schedule_name
 from castwise._cli.program import Program
 from castwise._invariants.invariant import INVARIANTS, Exemptions
 from castwise._suggestions import listed, nearest
@@ -124,6 +125,10 @@ def run(
         if source is not None and source.name == "COMMANDLINE":  # the default's folder may fail without ending the run
             _check_folder(out)
         program = Program(script, arguments or [], is_module=module)  # without torch, which takes seconds to load
+        if policy is not None:
+            check_policy(policy)
+        if schedule is not None and schedule.isidentifier():
+            check_schedule_name(schedule, schedule)
         if policy is None and schedule is None and not as_json and program.cannot_import_torch():
             from castwise._cli.script_without_torch import run_without_torch
 

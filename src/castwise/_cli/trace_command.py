@@ -12,6 +12,7 @@ from rich.table import Table
 import castwise
 from castwise._cli.completion import POLICIES, complete_policy
 from castwise._cli.model_errors import MODEL_ERROR, print_from_model
+from castwise._cli.option_checks import check_policy, check_target
 from castwise._terminal import new_console
 from castwise._user_error import UserError
 
@@ -51,9 +52,11 @@ def trace(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show every cast and every op of one forward and backward of a model, with their dtypes."""
-    from castwise._cli.traced_model import find_model, find_policy
-
     try:
+        check_target(model)
+        check_policy(policy)
+        from castwise._cli.traced_model import find_model, find_policy  # loads torch, which takes seconds
+
         net, given = find_model(model, inputs)
         wanted = find_policy(policy, net)
         cache = castwise.WeightCache(net) if weight_cache else None

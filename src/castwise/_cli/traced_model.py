@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise._cli.option_checks import check_target
 from castwise._cli.policy_options import naming, read_policy
 from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
@@ -82,12 +83,7 @@ def find_function(text: str, option: str = "--model") -> Callable[..., Any]:
     Raises:
         UserError: There is no such function.
     """
-    module_or_file, _, name = text.rpartition(":")
-    if not module_or_file or not name:
-        raise UserError(
-            f"{option} must be MODULE:FACTORY or FILE:FACTORY, such as models.gpt:make or models/gpt.py:make, "
-            f"got {text!r}"
-        )
+    module_or_file, name = check_target(text, option)
     module = _run_file(Path(module_or_file)) if module_or_file.endswith(".py") else _import_module(module_or_file)
     factory = getattr(module, name, None)
     if not callable(factory):
