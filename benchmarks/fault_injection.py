@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import builtins
 import contextlib
 import gc
@@ -23,6 +24,7 @@ import importlib
 import importlib.abc
 import io
 import json
+import shutil
 import sys
 import tempfile
 import types
@@ -321,6 +323,7 @@ def while_installed(is_watched: bool) -> Run:
 
 TRAININGS = (without_a_scaler, with_a_monitor, while_installed)
 FOLDER = tempfile.mkdtemp(prefix="castwise-faults-")
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
 class World:
