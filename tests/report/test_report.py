@@ -296,7 +296,8 @@ def test_a_diagnosis_and_its_remedy_stand_whole_and_once_code_first(tmp_path: Pa
     code = f'policy = castwise.Policy(compute="float16", modules={{"{module}": "float32"}})'
     found = dict.fromkeys(("phase", "op"), "")
     advice = f'keep {module} in fp32: castwise.autocast("cpu", {code.replace("policy = ", "policy=")}.bind(model))'
-    found |= {"text": f"first\n  input 0: all of it\n{advice}", "advice": advice, "remedy": "float32", "code": code}
+    text = f"first\n  at src/model.py:22: y = a @ b\n  input 0: all of it\n{advice}"
+    found |= {"text": text, "advice": advice, "remedy": "float32", "code": code, "op": "aten.bmm"}
     found |= {"kind": "diagnosis", "cause": "overflow", "module": module, "summary": f"aten.bmm in {module} gives inf."}
     steps = [step(i, 2.0**14, "overflow" if i == 3 else None) for i in range(1, 9)]
     page = page_of(tmp_path, write(tmp_path / "run", *steps, {**found, "step": 3, "rank": 1}))
@@ -305,8 +306,35 @@ def test_a_diagnosis_and_its_remedy_stand_whole_and_once_code_first(tmp_path: Pa
     assert [tag for tag, _ in page.tags].count("details") == 1
     sentence = f"Keep {module} in fp32."
     assert len(sentence) < len(code)
-    assert 0 < page.text.index(code) < page.text.index(sentence)
+    source = "src/model.py:22: y = a @ b"
+    assert 0 < page.text.index(source) < page.text.index(code) < page.text.index(sentence) < page.text.rindex(source)
     assert "castwise.autocast(" not in page.text
+
+
+def test_a_page_begins_with_the_verdict_in_a_few_words_and_what_was_trained(tmp_path: Path) -> None:
+    found = dict.fromkeys(("summary", "advice"), "") | {"kind": "diagnosis", "cause": "non-finite loss", "step": 8}
+    found |= {"phase": "forward", "module": "", "op": "aten.div", "text": "nan\n  at /home/me/train.py:22: a / b"}
+    fine = [step(i, None) for i in range(1, 8)]
+    lost = [step(i, None, "non-finite loss", skipped=False) for i in (8, 9)]
+    calm = [sample(i, 2.0**14, {"a": -16.0}, {"a": 1.0}) for i in range(1, 5)]
+    bad = sample(9, 1.0, {"a": -16.0}, {"a": 1.0}, not_finite=("a",))
+    settings = {"model": "GPT", "optimizer": "AdamW"}
+    runs = write(tmp_path / "lost", *fine, *lost, found, bad, **settings), write(tmp_path / "fine", *fine, *calm)
+    for name, run, headline in (
+        ("lost", runs[0], "Training is lost from step 8 on: aten.div in train.py:22"),
+        ("fine", runs[1], "Nothing to fix"),
+    ):
+        page = page_of(tmp_path, run)
+        assert page.text.count(headline + "\n") == 2, headline  # title and heading
+        assert f"castwise: {headline}\n" in page.text
+        assert ("Samples with inf or NaN" in page.text) == (name == "lost")
+        assert "Not finite at overflows" not in page.text
+        assert f"{name}: {'GPT, AdamW, ' if name == 'lost' else ''}" in page.text
+    view = RunView.of("fine", 1, Run.read(runs[1]), [1, 2, 3, 4])
+    assert ("Most underflow, fp16", "none", "") in view.key_numbers()
+    both = page_of(tmp_path, *runs).text
+    assert "2 runs, side by side" in both
+    assert "lost: Training is lost from step 8 on: aten.div in train.py:22. GPT, AdamW" in both
 
 
 def test_a_module_whose_name_is_a_number_is_called_module(tmp_path: Path) -> None:
@@ -315,7 +343,7 @@ def test_a_module_whose_name_is_a_number_is_called_module(tmp_path: Path) -> Non
     broken["activations"]["2.1"]["nonfinite"] = 0.5
     run = Run.read(write(tmp_path / "run", *(step(i, 2.0**14) for i in range(1, 6)), *fine, broken))
     view = RunView.of("run", 1, run, [1, 2, 3, 4, 5])
-    assert [note for name, _, note in view.key_numbers() if name.endswith("fp16")] == ["module 2", "module 2"]
+    assert [note for name, _, note in view.key_numbers() if name.endswith("fp16")] == ["module 2", ""]
     assert "in module 2 at step 1" in view.map_captions()["headroom_bits"]
     assert "Outputs of module 2.1 were inf or NaN" in str(view.verdict)
     assert not [tag for tag, attributes in page_of(tmp_path, run).tags if attributes.get("id") == "skips"]  # no skip

@@ -18,6 +18,7 @@ from castwise.monitor import FP16, Run
 from castwise.monitor._exponents import count, tally
 from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import Advice, Verdict, verdict
+from castwise.report._fault_advice import GUARD
 from castwise.report._run_facts import Ranges, RunFacts
 from castwise.report._skips import STREAK_MATTERS, Finding, assign
 
@@ -274,6 +275,22 @@ def test_outputs_that_are_not_finite_are_reported_where_no_skip_tells_it(tmp_pat
     broken["activations"] = broken["modules"]
     run = write(tmp_path, *steps(), *samples(n=1), broken, *samples()[1:])
     assert advice_on(run, "Outputs of a were inf or NaN").severity == "warning"
+
+
+def test_outputs_that_are_not_finite_after_a_diagnosed_fault_are_its_consequence(tmp_path: Path) -> None:
+    def pieces(at: int, is_diagnosed: bool, skipped: bool) -> list[str]:
+        fault = step(at, 2.0**14, "non-finite loss", skipped=skipped)
+        records = [fault if each["step"] == at else each for each in steps()]
+        found = [diagnosis(at, "non-finite loss", "b")] * is_diagnosed
+        broken = sample(150, 2.0**14, GOOD, OUTPUTS, not_finite=("a",))
+        broken["activations"] = broken["modules"]
+        run = write(tmp_path, *records, *samples(n=1), broken, *samples()[1:], *found)
+        return [each.finding for each in verdict(run) if each.finding.startswith("Outputs of a were inf or NaN")]
+
+    assert not pieces(140, is_diagnosed=True, skipped=False)
+    assert pieces(140, is_diagnosed=False, skipped=False)
+    assert pieces(140, is_diagnosed=True, skipped=True)  # its weights were kept
+    assert pieces(160, is_diagnosed=True, skipped=False)
 
 
 def test_an_overflow_of_a_scale_that_is_sought_is_one_note_without_a_remedy(tmp_path: Path) -> None:
@@ -615,9 +632,9 @@ def test_a_step_that_was_taken_with_a_nan_loses_the_training_and_is_diagnosed(tm
     assert first_finding.severity == "critical"
     assert first_finding.text.startswith(
         "Training is lost from step 7 on: the loss was inf or NaN, and the step was taken. Resume from a checkpoint of "
-        "step 6 or earlier. castwise run --guard,"
+        "step 6 or earlier."
     )
-    assert first_finding.text.endswith("Step 7: Log of 0. Clamp it.")
+    assert first_finding.text.endswith(f"Step 7: Log of 0. Clamp it. {GUARD}")
 
 
 def test_a_first_fault_of_the_loss_or_the_data_is_no_divergence(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from castwise import _files
@@ -98,12 +98,48 @@ class RunView:
         """Diagnoses that the verdict shows."""
         return [found for piece in self.verdict for found in piece.diagnosed]
 
+    @property
+    def headline(self) -> str:
+        """The verdict in a few words, such as "Training is lost from step 87 on: aten.div in train.py:22"."""
+        first = next(iter(self.verdict), None)
+        mistakes = len(self.facts.run.mistakes)
+        if mistakes and (first is None or first.severity in ("note", "good")):
+            return f"{several(mistakes, 'mistake')} in the script"
+        if first is None:
+            return "Too little was recorded for a verdict"
+        words = re.split(r"[:;.](?= |$)", first.finding, maxsplit=1)[0]
+        found = next(iter(first.diagnosed), None)
+        if found is None or not found.line or not found.op or found.op in words:
+            return words
+        return f"{words}: {found.op} in {PurePath(found.line).name}"
+
+    def about(self) -> str:
+        """Return the model, the optimizer, when the run began, and the number of steps, as far as they are known."""
+        run = self.facts.run
+        known = [str(run.settings[name]) for name in ("model", "optimizer") if name in run.settings]
+        return ", ".join([*known, *self._begun(), several(len(run.steps), "step")])
+
+    def _begun(self) -> list[str]:
+        about = self.facts.run.about
+        if about is None or about.time is None:
+            return []
+        return [time.strftime("%Y-%m-%d %H:%M", time.localtime(about.time))]
+
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether a sample of a module had an inf or NaN."""
+        return any(module.nonfinite for module in self.worst)
+
+    @property
+    def has_blamed(self) -> bool:
+        """Whether an overflow names a module."""
+        return any(module.blamed for module in self.worst)
+
     def settings(self) -> list[tuple[str, object]]:
         """Return the run's settings by name."""
         about = self.facts.run.about
-        known: list[tuple[str, object]] = [] if about is None else [*about.versions.items()]
-        if about is not None and about.time is not None:
-            known.insert(0, ("begun", time.strftime("%Y-%m-%d %H:%M", time.localtime(about.time))))
+        known: list[tuple[str, object]] = [("begun", begun) for begun in self._begun()]
+        known += [] if about is None else about.versions.items()
         alone = [(f"ranks alone from step {record.step:,}", record.why) for record in self.facts.run.alone]
         return [*known, *self.facts.run.settings.items(), *alone, ("record", str(self.facts.run.path))]
 
@@ -126,7 +162,8 @@ class RunView:
             tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
             leaking = max(finite, key=lambda ranges: ranges.mean_flush)
             tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), _tile(tightest.module)))
-            tiles.append(("Most underflow, fp16", percent(leaking.mean_flush), _tile(leaking.module)))
+            underflow = (percent(leaking.mean_flush), _tile(leaking.module)) if leaking.mean_flush else ("none", "")
+            tiles.append(("Most underflow, fp16", *underflow))
         losses = [record.loss for record in steps if record.loss is not None]
         if losses:
             tiles.append(("Last loss", _loss(losses[-1]), f"first {_loss(losses[0])}"))
@@ -317,8 +354,8 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
 
 
 def _script(name: str) -> str:
-    """Return a page's own script, with what unpacks the page."""
-    return _template("unpack.js") + _template(name)
+    """Return a page's own script, with what unpacks the page and copies code."""
+    return _template("unpack.js") + _template(name) + _template("copy.js")
 
 
 def _json(value: object) -> str:

@@ -200,8 +200,15 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
             },
             "warning",
         )
-    skipped = facts.skipped_steps  # reported by cause
-    broken = innermost([each for each in facts.activations.values() if not skipped.issuperset(each.nonfinite_steps)])
+    since = _diagnosed_fault(facts)
+    broken = innermost(
+        [
+            each
+            for each in facts.activations.values()
+            # Skipped steps are reported by cause.
+            if any(step < since and step not in facts.skipped_steps for step in each.nonfinite_steps)
+        ]
+    )
     for ranges in broken[:1]:
         yield Advice(
             f"Outputs of {named(ranges.module)} were inf or NaN. It is the first such module in model "
@@ -214,6 +221,12 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
             },
             "warning",
         )
+
+
+def _diagnosed_fault(facts: RunFacts) -> float:
+    """Return the first step that was taken with an inf or NaN and is diagnosed; later ones are its consequence."""
+    taken = {step for skips in facts.faults for step in skips.steps}
+    return min((step for found in facts.diagnosed for step in found.steps if step in taken), default=math.inf)
 
 
 def innermost(modules: list[Ranges]) -> list[Ranges]:

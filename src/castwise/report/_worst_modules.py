@@ -29,6 +29,11 @@ class WorstModule:
     is_diagnosed: bool = False
 
     @property
+    def nonfinite(self) -> int:
+        """Number of samples in which its gradients or its outputs had an inf or NaN."""
+        return len({step for ranges in (self.gradients, self.outputs) if ranges for step in ranges.nonfinite_steps})
+
+    @property
     def danger(self) -> float:
         """The worst ratio to a threshold of the verdict, on a linear scale; 1 is at the threshold."""
         over = [float(self.blamed)]

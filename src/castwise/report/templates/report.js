@@ -205,7 +205,7 @@
   });
 })();
 
-// Search and sort module tables, and copy remedies.
+// Search and sort module tables.
 (() => {
   const search = document.querySelector("form[data-modules]");
   const rows = [...document.querySelectorAll(".modules tbody tr")];
@@ -229,19 +229,6 @@
       const [known, unknown] = [true, false].map((is) => [...body.rows].filter((row) => (key(row) !== undefined) === is));
       known.sort((one, other) => (rising ? 1 : -1) * order(one, other));
       body.append(...known, ...unknown);
-    });
-  }
-
-  for (const button of document.querySelectorAll(".copy")) {
-    button.addEventListener("click", async () => {
-      const code = button.closest(".remedy").querySelector("pre");
-      try {
-        await navigator.clipboard.writeText(code.textContent);
-        button.textContent = "Copied";
-      } catch { // the browser may deny a local file this use of the clipboard
-        getSelection().selectAllChildren(code);
-        button.textContent = document.execCommand("copy") ? "Copied" : "Selected: press Ctrl+C";
-      }
     });
   }
 })();
