@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from selenium.webdriver.common.by import By
 from tests.browser import contrast_ratio
+from tests.report.test_report import Page
 from tests.report.test_report_browser import EVIL, Browser, contrast
 from torch import nn
 
 import castwise
 from castwise import policies
+from castwise._number_text import percent
 from castwise.comparison import Drift
 from castwise.comparison._drift_map import heat_map
 from castwise.tuning import Tuned
@@ -89,7 +91,7 @@ def test_the_largest_effects_are_drawn_and_all_on_request(browser: Browser, page
     assert browser.run("document.querySelector('.heat tbody tr .of-introduced.heat-bad').innerText") == "✕ inf"
     assert browser.run(f"{shown}.some(row => row.innerText.includes('inf') && row.dataset.name === '0.7.0')")
     by_error = browser.run(names)
-    browser.driver.execute_script("document.querySelector('#heat-controls [value=effect]').click()")
+    browser.driver.execute_script("document.querySelector('#heat-controls [value=shift]').click()")
     assert browser.run("document.querySelector('.heat .of-introduced').getClientRects().length") == 0
     assert browser.run(names)[0] == drift["fp16"].modules[0].name
     assert browser.run(names) != by_error
@@ -114,7 +116,7 @@ def test_names_are_filtered_and_policies_picked(browser: Browser, page: Path) ->
     choose(browser, "search", "0.7.")
     browser.wait_for("document.getElementById('bars').data[0].x.length === 2")
     choose(browser, "policy", "fp16")
-    browser.wait_for("document.getElementById('bars').data[0].customdata[0].includes('effect inf')")
+    browser.wait_for("document.getElementById('bars').data[0].customdata[0].includes('loss shift inf')")
     shown = "[...document.querySelectorAll('.effects:not([hidden])')].map((each) => each.dataset.policy)"
     assert browser.run(shown) == ["fp16"]
     of_rows = ".effects:not([hidden]) tbody tr:not([hidden]) th"
@@ -210,25 +212,30 @@ def test_the_frontier_is_a_curve_with_the_chosen_point(browser: Browser, tuned: 
     assert "not known" not in browser.driver.find_element(By.ID, "effects").text
     text = browser.driver.find_element(By.ID, "map").text
     assert f"{tuned.cost:.3f}" in text
+    assert tuned.policy._as_toml().strip() in text
+    names = ", ".join(f"{name} in {format_name}" for name, format_name in tuned.policy.modules.items())
+    assert names in browser.driver.find_element(By.TAG_NAME, "h1").text
+    browser.driver.execute_script("document.querySelector('.copy').click()")
+    browser.wait_for("document.querySelector('.copy').textContent !== 'Copy'")
     assert "within the tolerance" in text
     assert "Not tried" in browser.driver.find_element(By.ID, "notes").text
     assert browser.logs("browser") == []
 
 
-def test_a_cell_says_what_a_module_really_runs_in() -> None:
+def test_a_cell_says_what_a_rule_gives_a_module_and_what_it_returns() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Softmax(-1), nn.Linear(8, 4))
     both = {"bf16": policies.bf16, "mixed": castwise.Policy("bfloat16", modules={"1": "float32"})}
     drift = castwise.compare(model, batches(), both, loss=F.cross_entropy, gradients=False)
-    map_ = heat_map(drift, {"1": "mixed"})
+    map_ = heat_map(drift, {"1": "mixed"}, 1)
     assert map_ is not None
     assert map_.policies == [("bf16", "bf16"), ("mixed", "bf16")]
-    assert set(map_.measures) == {"introduced", "effect"}
+    assert set(map_.measures) == {"introduced", "shift"}
     cells = {row.name: row.cells for row in map_.rows}
     assert [[cell.format for cell in cells[name]] for name in ("0", "1", "2", "3")] == [
-        ["fp32", "fp32"],
+        ["returns fp32", "returns fp32"],
         ["", "fp32"],
-        ["", "fp32"],
+        ["", "returns fp32"],
         ["", ""],
     ]
     assert cells["1"][0].values["introduced"].look == "8"
@@ -237,6 +244,22 @@ def test_a_cell_says_what_a_module_really_runs_in() -> None:
     assert cells["1"][1].is_chosen
     assert drift["bf16"]["0"].computes_in == "bfloat16"
     assert drift["bf16"]["0"].returns == "float32"
+
+
+def test_a_page_begins_with_the_result_and_gives_effects_in_units_of_the_loss(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+    drift = castwise.compare(model, batches(4), {"bf16": policies.bf16}, loss=F.cross_entropy)
+    text = Page(drift.report(tmp_path / "page.html")).text
+    bf16 = drift["bf16"]
+    worst = max(bf16.modules, key=lambda module: module.loss_shift or 0.0)
+    assert worst.loss_shift
+    change = percent(bf16.summary.relative_loss_error)
+    assert text.count(f"bf16 changes the loss by {change}\n") == 2  # title and heading
+    assert f"cosine of the gradients {bf16.summary.gradient_cosine:.6g}, worst module: {worst.name}" in text
+    head = text[text.rindex("The largest come first.") :]
+    assert head.index("Introduced") < head.index("Carried") < head.index("Format") < head.index("Type")
+    assert f"{worst.loss_shift / 2:.2e}" in text  # of one of four batches
 
 
 def test_without_plotly_the_extra_is_named(drift: Drift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

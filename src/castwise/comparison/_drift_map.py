@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # equal look so, and at most five, so that a tiny one does not take all contrast from the others.
 STEPS = 8
 _LEAST_RANGE, _LARGEST_RANGE = 1e2, 1e5
-MEASURES = {"introduced": "Error introduced", "effect": "Effect on the loss"}
+MEASURES = {"introduced": "Error introduced", "shift": "Loss shift"}
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -38,7 +38,8 @@ class Cell:
 
     Args:
         values: Its numbers by measure.
-        format: What it runs in, if that is not the policy's own format.
+        format: Where it differs from the policy's own format, what a rule gives the module, or "returns ..." with the
+            dtypes of its outputs.
         title: All that is known of it, as a sentence.
         is_chosen: Whether `tune` chose this format for the module.
     """
@@ -70,6 +71,8 @@ class Row:
 class HeatMap:
     """Modules by policies.
 
+    The loss shift is `ModuleDrift.loss_shift` of one batch, in units of the loss.
+
     Args:
         policies: Name and format of each column.
         measures: Names of the measures by key; one whose values are all unknown is left out.
@@ -84,7 +87,7 @@ class HeatMap:
 
     @property
     def has_own_formats(self) -> bool:
-        """Whether a module runs in another format than that of the policy."""
+        """Whether a module has or returns another format than that of the policy."""
         return any(cell.format for row in self.rows for cell in row.cells)
 
     @property
@@ -93,12 +96,13 @@ class HeatMap:
         return any(value.look == "none" for row in self.rows for cell in row.cells for value in cell.values.values())
 
 
-def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str]) -> HeatMap | None:
+def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str], batches: int) -> HeatMap | None:
     """Return the heat map of the policies with modules; None if there is none.
 
     Args:
         policies: The policies of a comparison.
         chosen: The chosen policy of each module, by its name; of modules that have none, nothing is marked.
+        batches: The number of batches compared.
     """
     columns = [drift for drift in policies if drift.modules]
     if not columns:
@@ -106,7 +110,8 @@ def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str]) -> Heat
     found = [{module.name: module for module in drift.modules} for drift in columns]
     names = list(dict.fromkeys(module.name for drift in columns for module in drift.modules))
     values = {
-        key: [[None if name not in of else _value(of[name], key) for of in found] for name in names] for key in MEASURES
+        key: [[_value(of[name], key, batches) if name in of else None for of in found] for name in names]
+        for key in MEASURES
     }
     known = {key: grid for key, grid in values.items() if any(value is not None for row in grid for value in row)}
     scales = {key: _Scale.of(value for row in grid for value in row) for key, grid in known.items()}
@@ -120,7 +125,7 @@ def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str]) -> Heat
                 Cell(
                     {key: scales[key].look_of(grid[row][column]) for key, grid in known.items()},
                     _own_format(of.get(name), _format(drift)),
-                    _title(name or "(root)", drift.name, of.get(name)),
+                    _title(name or "(root)", drift.name, of.get(name), batches),
                     chosen.get(name) == drift.name,
                 )
                 for column, (drift, of) in enumerate(zip(columns, found, strict=True))
@@ -135,11 +140,16 @@ def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str]) -> Heat
     return HeatMap([(drift.name, short(_format(drift))) for drift in columns], measures, ranges, rows)
 
 
-def runs_in(module: ModuleDrift) -> str:
-    """Return the dtype or recipe that a module runs in: the policy's, unless it returns only other dtypes."""
-    returned = module.returns.split(", ")
+def returns_other(module: ModuleDrift) -> str:
+    """Return "returns " and the dtypes of the outputs, if none is the dtype that the policy gives; else ""."""
     is_dtype = module.computes_in in _SHORT
-    return module.returns if is_dtype and module.returns and module.computes_in not in returned else module.computes_in
+    is_other = is_dtype and module.returns and module.computes_in not in module.returns.split(", ")
+    return f"returns {module.returns}" if is_other else ""
+
+
+def shift_of_a_batch(module: ModuleDrift, batches: int) -> float | None:
+    """Return the loss shift of one batch: squares are summed over the batches, as if their errors were independent."""
+    return None if module.loss_shift is None else module.loss_shift / math.sqrt(batches)
 
 
 def short(text: str) -> str:
@@ -179,9 +189,9 @@ class _Scale:
         return Value(f"{value:.1e}", str(1 + min(max(int(position * STEPS), 0), STEPS - 1)))
 
 
-def _value(module: ModuleDrift, key: str) -> float | None:
-    if key == "effect":
-        value = module.effect
+def _value(module: ModuleDrift, key: str, batches: int) -> float | None:
+    if key == "shift":
+        value = shift_of_a_batch(module, batches)
     else:
         value = None if module.introduced is None else module.introduced.relative_rms
         if module.introduced is not None and module.introduced.nonfinite:
@@ -202,11 +212,15 @@ def _format(drift: PolicyDrift) -> str:
 
 
 def _own_format(module: ModuleDrift | None, of_policy: str) -> str:
-    own = "" if module is None else runs_in(module)
-    return "" if own == of_policy or not of_policy else short(own)
+    if module is None or not of_policy:
+        return ""
+    returned = returns_other(module)
+    if returned and returned != f"returns {of_policy}":
+        return short(returned)
+    return "" if module.computes_in == of_policy else short(module.computes_in)
 
 
-def _title(name: str, policy: str, module: ModuleDrift | None) -> str:
+def _title(name: str, policy: str, module: ModuleDrift | None, batches: int) -> str:
     """Return all that is known of a cell in words."""
     if module is None:
         return f"{name}, {policy}: not called"
@@ -214,5 +228,6 @@ def _title(name: str, policy: str, module: ModuleDrift | None) -> str:
     parts.append(f"it returns {module.returns}" if module.returns else "")
     for label, errors in (("introduces", module.introduced), ("carries", module.carried)):
         parts.append("" if errors is None else f"{label} a relative error of {errors.relative_rms:.3g}")
-    parts.append("" if module.effect is None else f"effect on the loss {module.effect:.3g}")
+    shift = shift_of_a_batch(module, batches)
+    parts.append("" if shift is None else f"shifts the loss by {shift:.3g}")
     return f"{name}, {policy}: {'; '.join(filter(None, [*parts, module.problem]))}"

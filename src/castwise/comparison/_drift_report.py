@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from castwise import _files
 from castwise._number_text import percent
 from castwise._shown import as_html
-from castwise.comparison._drift_map import STEPS, heat_map, runs_in, short
+from castwise.comparison._drift_map import STEPS, heat_map, returns_other, shift_of_a_batch, short
 from castwise.report import _html_report as report
 from castwise.report._plotly_script import packed, script_hash
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift
     from castwise.comparison._errors import Errors
 
-# Number of bars, and of rows of the heat map, drawn at first: those with the largest effects.
+# Number of bars, and of rows of the heat map, drawn at first: the largest.
 AT_FIRST, HEAT_AT_FIRST = 40, 24
-_COLUMNS = ("Effect", "Introduced", "Carried", "Gradients", "Gradients, introduced", "Gradients, carried")
+_COLUMNS = ("Loss shift", "Introduced", "Carried", "Gradients", "Gradients, introduced", "Gradients, carried")
 _UNKNOWN = "\N{EN DASH}"
 
 
@@ -59,19 +59,19 @@ def write_drift_report(
         not_tried=() if tuned is None else tuned.not_tried,
         not_called=(drift if tuned is None else tuned).not_called,
         summary=_without_empty_columns(drift.summary_rows()),
-        heat=heat_map(shown, {} if tuned is None else tuned.formats),
+        title=_title(drift) if tuned is None else tuned._title(),
+        results=[_result(policy_drift, drift.batches) for policy_drift in drift if not policy_drift.failure],
+        heat=heat_map(shown, {} if tuned is None else tuned.formats, drift.batches),
         heat_steps=range(1, STEPS + 1),
         failures=[policy_drift for policy_drift in shown if policy_drift.failure],
-        policies=[_effects(policy_drift) for policy_drift in drawn],
+        policies=[_effects(policy_drift, drift.batches) for policy_drift in drawn],
         selected=next((policy_drift.name for policy_drift in drawn if _has_errors(policy_drift)), None),
         alone=Markup(as_html(compiled)) if compiled else "",
         max_name=report.MAX_NAME,
         at_first=AT_FIRST,
         heat_at_first=HEAT_AT_FIRST,
         figures=packed(
-            report._json(
-                {"bars": {policy_drift.name: _bars(policy_drift) for policy_drift in drawn}, "frontier": frontier}
-            )
+            report._json({"bars": {each.name: _bars(each, drift.batches) for each in drawn}, "frontier": frontier})
         ),
         css=report._template("report.css"),
         dark=report._template("dark.css"),
@@ -82,6 +82,35 @@ def write_drift_report(
     )
     _files.replace(target, page.encode(errors="backslashreplace"), "a page", report.is_page)
     return target
+
+
+def _title(drift: Drift) -> str:
+    """Return the page's title: the result, of one policy."""
+    several = len(drift.policies) != 1
+    results = [_result(policy_drift, drift.batches) for policy_drift in drift if not policy_drift.failure]
+    if several or not results:
+        return "What precision does to the model"
+    return f"{results[0][0]} changes the loss by {results[0][1]}"
+
+
+def _result(drift: PolicyDrift, batches: int) -> tuple[str, str, str]:
+    """Return a policy's name, the share by which it changes the loss, and the rest of its result in words."""
+    cosine = drift.summary.gradient_cosine
+    words = ["of the loss"] + ([] if cosine is None else [f"cosine of the gradients {cosine:.6g}"])
+    worst = _by_shift(drift, batches)[:1]
+    if worst and shift_of_a_batch(worst[0], batches):
+        words.append(f"worst module: {worst[0].name or '(root)'}")
+    return drift.name, percent(drift.summary.relative_loss_error), ", ".join(words)
+
+
+def _by_shift(drift: PolicyDrift, batches: int) -> list[ModuleDrift]:
+    """Return a policy's modules, those that shift the loss most first."""
+    shifts = {module.name: shift_of_a_batch(module, batches) for module in drift.modules}
+    return sorted(drift.modules, key=lambda module: -_known(shifts[module.name]))
+
+
+def _known(shift: float | None) -> float:
+    return -1.0 if shift is None or math.isnan(shift) else shift
 
 
 def _without_empty_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -96,16 +125,16 @@ def _has_errors(drift: PolicyDrift) -> bool:
     return any(errors is not None and errors.relative_rms != 0 for errors in both)
 
 
-def _bars(drift: PolicyDrift) -> dict[str, Any]:
+def _bars(drift: PolicyDrift, batches: int) -> dict[str, Any]:
     """Return a policy's bars, module by module in model order: None if not known, "inf" if not finite."""
     modules = sorted(drift.modules, key=lambda module: module.place)
-    by_effect = {module.name: rank for rank, module in enumerate(drift.modules)}
+    by_shift = {module.name: rank for rank, module in enumerate(_by_shift(drift, batches))}
     return {
         "names": [report._short(module.name or "(root)") for module in modules],
         "introduced": [_drawn(module.introduced) for module in modules],
         "carried": [_drawn(module.carried) for module in modules],
-        "captions": [_caption(module) for module in modules],
-        "rank": [by_effect[module.name] for module in modules],
+        "captions": [_caption(module, batches) for module in modules],
+        "rank": [by_shift[module.name] for module in modules],
     }
 
 
@@ -117,17 +146,19 @@ def _drawn(errors: Errors | None) -> float | str | None:
     return errors.relative_rms if math.isfinite(errors.relative_rms) else None
 
 
-def _caption(module: ModuleDrift) -> str:
+def _caption(module: ModuleDrift, batches: int) -> str:
     if module.problem:
         return module.problem
     lost = module.total.nonfinite if module.total is not None else 0.0
-    effect = "" if module.effect is None else f"effect {_number(module.effect)}, "
-    return f"{effect}in {runs_in(module)}" + (f", {percent(lost)} not finite" if lost else "")
+    shift = shift_of_a_batch(module, batches)
+    parts = ["" if shift is None else f"loss shift {_number(shift)}", module.computes_in, returns_other(module)]
+    parts.append(f"{percent(lost)} not finite" if lost else "")
+    return ", ".join(filter(None, parts))
 
 
-def _effects(drift: PolicyDrift) -> dict[str, Any]:
+def _effects(drift: PolicyDrift, batches: int) -> dict[str, Any]:
     """Return a policy's table of modules, without columns in which nothing is known."""
-    rows = [_row(module) for module in drift.modules]
+    rows = [_row(module, batches) for module in _by_shift(drift, batches)]
     shown = [column for column in range(len(_COLUMNS)) if any(row["numbers"][column][1] != "" for row in rows)]
     for row in rows:
         row["numbers"] = [row["numbers"][column] for column in shown]
@@ -140,15 +171,16 @@ def _effects(drift: PolicyDrift) -> dict[str, Any]:
     }
 
 
-def _row(module: ModuleDrift) -> dict[str, Any]:
+def _row(module: ModuleDrift, batches: int) -> dict[str, Any]:
     gradient_errors = module.gradients, module.introduced_gradients, module.carried_gradients
     errors = module.introduced, module.carried, *gradient_errors
+    shift = shift_of_a_batch(module, batches)
     return {
         "name": module.name or "(root)",
         "type": module.type,
-        "runs_in": runs_in(module),
-        "computes_in": module.computes_in,
-        "numbers": [_sorted(_number(module.effect), module.effect), *map(_relative, errors)],
+        "format": module.computes_in,
+        "returns": returns_other(module),
+        "numbers": [_sorted(_number(shift), shift), *map(_relative, errors)],
         "problem": module.problem,
     }
 

@@ -17,6 +17,9 @@ from castwise.policy._policy import Policy
 if TYPE_CHECKING:
     import pandas
 
+MODULES_IN_TITLE = 3
+LESS_MATTERS = 2.0
+
 
 @dataclass(frozen=True)
 class Point:
@@ -111,6 +114,23 @@ class Tuned(Shown):
 
     def _headline(self) -> str:
         return f"{_formats(self.policy)}: {self.cost:.3f} of the {self.cost_in_words} of float32"
+
+    def _title(self) -> str:
+        """Return the result in a few words, with the modules in other formats if they are few."""
+        others = list(self.policy.modules.items())
+        if len(others) > MODULES_IN_TITLE:
+            rules = _formats(self.policy)
+        else:
+            named = ", ".join(f"{name or '(root)'} in {format_name}" for name, format_name in others)
+            rules = f"{self.policy.compute}, but {named}" if named else f"{self.policy.compute} everywhere"
+        return f"{rules}: {self.cost:.3g} of the {self.cost_in_words} of float32"
+
+    def _beside_tolerance(self) -> str:
+        if not self.is_within_tolerance:
+            return f"not within the tolerance of {self.tolerance:g}"
+        times = self.tolerance / self.error if self.error else 1.0
+        less = f": {float(f'{times:.2g}'):,g} times less" if times >= LESS_MATTERS else ""
+        return f"within the tolerance of {self.tolerance:g}{less}"
 
     def _blocks(self) -> Iterator[Block]:
         verdict = "within" if self.is_within_tolerance else "not within"

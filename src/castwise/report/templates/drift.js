@@ -70,7 +70,7 @@
     plot.style.height = `${height}px`;
     const longest = Math.max(...labels.map((label) => label.length), 5);
     document.getElementById("bars-caption").textContent = rows.length < policy.names.length
-      ? `${rows.length} of ${policy.names.length} modules: those with the largest effects, or with matching names.`
+      ? `${rows.length} of ${policy.names.length} modules: those that shift the loss most, or with matching names.`
       : `All ${policy.names.length} modules.`;
     return Plotly.react(plot, [bars("introduced", "introduced", "--accent"), bars("carried", "carried", "--muted-bar")], layout(plot, {
       height,
