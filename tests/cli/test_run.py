@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -317,6 +318,22 @@ def test_a_script_without_torch_runs_without_it_and_ends_as_it_does(ending: str,
 def test_a_script_that_could_import_torch_is_run_with_it(source: str, cannot: bool, tmp_path: Path) -> None:
     (tmp_path / "random.py").touch()
     assert cannot_import_torch(source.encode(), tmp_path) is cannot
+
+
+def test_a_script_that_cannot_be_looked_into_is_run_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("import math\n")
+    program = Program(str(tmp_path / "train.py"), [], is_module=False)
+    assert program.cannot_import_torch()
+    for error in (PermissionError(), RecursionError()):
+        monkeypatch.setattr(Path, "iterdir", raising(error))
+        assert not program.cannot_import_torch()
+
+
+def raising(error: Exception) -> Callable[[object], None]:
+    def fail(_: object) -> None:
+        raise error
+
+    return fail
 
 
 def test_mistakes_are_reported_in_the_terminal_and_in_the_report(tmp_path: Path) -> None:

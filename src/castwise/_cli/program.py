@@ -53,7 +53,10 @@ class Program:
 
     def cannot_import_torch(self) -> bool:
         """Return True for a script that runs the same without torch, as far as its text tells."""
-        return not self.is_module and cannot_import_torch(self._source, self._path.parent)
+        try:
+            return not self.is_module and cannot_import_torch(self._source, self._path.parent)
+        except (MemoryError, OSError, RecursionError):  # a folder that cannot be listed, a tree that is too deep
+            return False
 
     def execute(self) -> None:
         """Run the script as Python itself would."""
