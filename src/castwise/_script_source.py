@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import bisect
 import io
+import warnings
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import accumulate
@@ -48,7 +49,9 @@ class ScriptSource:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python has warned of its escapes
+            self.tree = ast.parse(text)
         self._lines = list(io.StringIO(text, newline=""))  # as Python splits them: not at form feeds
         self.line_end = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
         self._starts = [0, *accumulate(map(len, self._lines[:-1]))]
@@ -92,7 +95,7 @@ class ScriptSource:
             for node in ast.walk(self.tree)
             if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
         ]
-        outer = {self._parents[node] for node in around}
+        outer = {outer for node in around for outer in self.around(node)}
         return [node for node in around if node not in outer]
 
     def around(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -109,15 +112,10 @@ class ScriptSource:
         blocks = (value for _, value in ast.iter_fields(self._parents[statement]) if isinstance(value, list))
         return next((block for block in blocks if statement in block), [statement])
 
-    def statement(self, node: ast.AST) -> ast.stmt:
-        """Return the statement that an expression is in."""
-        found = (
-            node
-            if isinstance(node, ast.stmt)
-            else next(each for each in self.around(node) if isinstance(each, ast.stmt))
-        )
-        assert isinstance(found, ast.stmt)
-        return found
+    def statement(self, node: ast.AST) -> ast.stmt | None:
+        """Return the statement that an expression is in; None in a lambda, which runs at another time."""
+        around = (each for each in (node, *self.around(node)) if isinstance(each, ast.stmt))
+        return next(around, None)
 
     def function(self, node: ast.AST) -> ast.AST:
         """Return the function that a node is in, or the script."""

@@ -112,14 +112,24 @@ INSIDE = "backward-inside-autocast"
         ("scaler-for-bf16", "s = GradScaler('cpu', )  # here\n", "GradScaler('cpu', enabled=False, )"),
         ("scaler-for-bf16", "s = GradScaler()  # here\n", "GradScaler(enabled=False)"),
         (
+            "scaler-for-bf16",
+            "try:\n    f()\nexcept E:\n    s = GradScaler()  # here\n",
+            "    s = GradScaler(enabled=False)",
+        ),
+        (
+            SCHEDULE,
+            GO + BACKWARD + "    s.update()\n    x = s.get_scale()\n    rate.step()  # here\n",
+            "    scale_before = s.get_scale()\n    s.update()\n    x = s.get_scale()\n    if s.get_scale() >= scale",
+        ),
+        (
             SCHEDULE,
             "scale_before = 1\n" + GO + BACKWARD + STEP + "    rate.step()  # here\n",
             "    scale_before1 = s.get_scale()\n    s.update()\n    if s.get_scale() >= scale_before1:\n        rate",
         ),
         (
             SCHEDULE,
-            GO + BACKWARD + "    s.step(opt)\n    k = s.get_scale()\n    s.update()\n    schedule.step()  # here\n",
-            "    k = s.get_scale()\n    s.update()\n    if s.get_scale() >= k:\n        schedule.step()  # here\n",
+            GO + BACKWARD + "    s.step(opt)\n    scale_before = s.get_scale()\n    s.update()\n    a.step()  # here\n",
+            "    scale_before = s.get_scale()\n    s.update()\n    if s.get_scale() >= scale_before:\n",
         ),
     ],
 )
@@ -154,6 +164,8 @@ def found_in(script: str, name: str, folder: Path) -> Corrected:
             "class T:\n  def f(self):\n    clip_(1)  # here\n"
             "  def g(self):\n    self.s.scale(1).backward()\n    self.s.step(self.o)\n",
         ),
+        (CLIP, GO + BACKWARD + "    s.unscale_(opt)\n    f()\n    clip_(1)  # here\n" + STEP),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    if on:\n        return\n" + STEP),
         # Of another optimizer, or of what a loop runs over.
         (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    s.step(opt)\n    s.step(on)\n"),
         (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + STEP + "def other(g):\n    g.step()\n    g.zero_grad()\n"),
@@ -166,6 +178,12 @@ def found_in(script: str, name: str, folder: Path) -> Corrected:
             "stepped-while-scaled",
             GO + "    if on:\n        s.scale(loss).backward()\n    else:\n        f()\n    opt.step()  # here\n",
         ),
+        ("stepped-while-scaled", GO + BACKWARD + "    opt.step(closure=f)  # here\n"),
+        (
+            "stepped-while-scaled",
+            "f = lambda o: s.step(o)\n" + GO + "    if on:\n        s.scale(1).backward()\n    opt.step()  # here\n",
+        ),
+        ("never-zeroed", GO + "    for i in on:\n        i.backward()\n    loss.backward()\n    opt.step()  # here\n"),
         ("never-zeroed", GO + "    loss.backward()\n    return opt.step()  # here\n"),
         ("never-zeroed", GO + "    loss.backward()\n    [o.step() for o in opt]  # here\n"),
         ("never-zeroed", GO + "    loss.backward()\n    s.step(optimizer=opt)  # here\n"),
@@ -236,6 +254,9 @@ def test_a_script_keeps_its_encoding(script: str, encoding: str, tmp_path: Path)
 def test_long_and_deep_scripts_are_read_in_seconds_or_left(tmp_path: Path) -> None:
     long = "s = GradScaler()  # here\n" + "a.b(c).d(e.f)\nx = y.z\n" * 5000
     assert "enabled=False" in found_in(long, "scaler-for-bf16", tmp_path).new
+    mistake = MistakeRecord("scaler-for-bf16", "", "", str(tmp_path / "train.py"), 99_999, "x")
+    [gone] = corrections([Run(tmp_path, mistakes=[mistake])])
+    assert "has changed since the run" in gone.by_hand[0][1]
     deep = "s = GradScaler()  # here\nx = " + "-" * 30_000 + "1\n"
     assert "cannot be read" in found_in(deep, "scaler-for-bf16", tmp_path).by_hand[0][1]
 
@@ -339,7 +360,7 @@ def test_scripts_are_written_with_a_copy_and_uncommitted_ones_only_when_forced(p
     assert script.stat().st_mode & 0o777 == 0o755
     script.write_bytes(before + b"# more\n")
     assert fix("--apply")[0] == 2
-    assert "train.py has changes that are not committed: commit them, or give --force" in fix("--apply")[2]
+    assert "train.py was left, because it has changes that are not committed: commit it" in fix("--apply")[2]
     assert script.read_bytes() == before + b"# more\n"
     assert "wrote train.py, with a copy in train.py.orig1\n" in fix("--apply", "--force")[2]
     assert (project / "train.py.orig").read_bytes() == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +38,7 @@ def diagnose(
     """Replay the fault of a run, op by op, with the weights and the batch in its capsule."""
     try:
         check_target(model)
-        if not capsule.is_file():
+        if not os.path.isfile(capsule):  # which raises nothing
             raise UserError(
                 f"there is no file {capsule}: castwise run writes capsule-N.safetensors into the run's folder"
             )

@@ -42,7 +42,7 @@ def fix(
 
         corrected = corrections(_read_all(files))
         if apply:
-            _write_all([script for script in corrected if script.fixed], force)
+            _write_all([script for script in corrected if script.edits], force)
     except UserError as error:
         typer.echo(f"castwise fix: {error}", err=True)
         raise typer.Exit(2) from None
@@ -67,7 +67,7 @@ def _print(corrected: list[Corrected], applied: bool) -> None:
             text = f"{script.path}:{finding.line}: {finding.text}\n  by hand, because {why}:\n    {remedy}"
             typer.echo(text, err=True)
     if not applied and any(script.fixed and script.path.is_absolute() for script in corrected):
-        typer.echo("castwise fix: git applies a diff in the folder of the script", err=True)
+        typer.echo("castwise fix: for a diff that git applies, run it in the folder of the script", err=True)
     if not corrected:
         typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
     elif any(script.fixed for script in corrected):
@@ -78,14 +78,14 @@ def _print(corrected: list[Corrected], applied: bool) -> None:
 def _edits(corrected: list[Corrected]) -> str:
     from castwise._number_text import several
 
-    return several(sum(len(script.fixed) for script in corrected), "edit")
+    return several(sum(script.edits for script in corrected), "edit")
 
 
 def _write_all(scripts: list[Corrected], force: bool) -> None:
     """Write scripts in place, each with a copy beside it, none if one has uncommitted changes or cannot be copied."""
-    for script in scripts:
-        if not force and _is_uncommitted(script.path):
-            raise UserError(f"{script.path} has changes that are not committed: commit them, or give --force")
+    for script in [] if force else scripts:
+        if why := _not_committed(script.path):
+            raise UserError(f"{script.path} was left, because {why}: commit it, or give --force")
     copies: list[Path] = []
     try:
         for script in scripts:
@@ -94,8 +94,13 @@ def _write_all(scripts: list[Corrected], force: bool) -> None:
         for copy in copies:
             copy.unlink()
         raise UserError(f"cannot write beside {script.path}: {error.strerror}; no script was changed") from None
-    for script, copy in zip(scripts, copies, strict=True):
-        _write(script, copy)
+    for place, (script, copy) in enumerate(zip(scripts, copies, strict=True)):
+        try:
+            _write(script, copy)
+        except UserError:
+            for unused in copies[place + 1 :]:
+                unused.unlink()
+            raise
         typer.echo(f"wrote {script.path}, with a copy in {copy}", err=True)
 
 
@@ -113,26 +118,21 @@ def _write(script: Corrected, copy: Path) -> None:
         raise UserError(f"cannot write {script.path}: {error.strerror}; {copy} has its text") from None
 
 
-def _is_uncommitted(path: Path) -> bool:
-    """Return True if a script is in a repository without being committed as it is, or if git cannot tell."""
-    command = [
-        "git",
-        "--literal-pathspecs",
-        "status",
-        "--porcelain",
-        "--ignored",
-        "--untracked-files=all",
-        "--",
-        path.name,
-    ]
-    english = {**os.environ, "LC_ALL": "C"}
+def _not_committed(path: Path) -> str:
+    """Return why a script is not committed as it is; "" if it is, if it is in no repository, and without git."""
+    options = ["--porcelain", "--ignored", "--untracked-files=all"]
+    command = ["git", "--literal-pathspecs", "status", *options, "--", path.name]
+    english, folder = {**os.environ, "LC_ALL": "C"}, path.resolve().parent
     try:
-        done = subprocess.run(
-            command, cwd=path.resolve().parent, capture_output=True, check=False, text=True, env=english
-        )
-    except OSError:  # there is no git
-        return False
-    return bool(done.stdout.strip()) if done.returncode == 0 else "not a git repository" not in done.stderr
+        done = subprocess.run(command, cwd=folder, capture_output=True, check=False, text=True, env=english)
+    except OSError:
+        return ""
+    if done.returncode:
+        is_in_none = "not a git repository" in done.stderr
+        return "" if is_in_none else f"git cannot tell ({' '.join(done.stderr.split())})"
+    if done.stdout[:2] in ("??", "!!"):
+        return "git does not have it"
+    return "it has changes that are not committed" if done.stdout.strip() else ""
 
 
 def _copied(script: Corrected) -> Path:

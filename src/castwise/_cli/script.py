@@ -178,7 +178,7 @@ def _edits(out: Path, summary: Summary | None) -> list[str]:
     """Return a line that leads to `castwise fix`, where it has an edit."""
     edits = 0
     with suppress(Exception):  # a script that cannot be read is no reason to end the run
-        edits = sum(len(script.fixed) for script in corrections(summary.runs if summary is not None else ()))
+        edits = sum(script.edits for script in corrections(summary.runs if summary is not None else ()))
     where = "" if str(out) == RUNS else f" {shlex.quote(str(out))}"
     return [f"castwise fix{where} prints {several(edits, 'edit')} of the script for this"] if edits else []
 

@@ -7,7 +7,7 @@ import io
 import os
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ class Corrected:
         new: Its text with all edits.
         fixed: What the edits correct.
         by_hand: What they do not, and why.
+        edits: How many there are; one may correct several findings.
     """
 
     path: Path
@@ -70,7 +71,8 @@ class Corrected:
     old: str = ""
     new: str = ""
     fixed: Sequence[Finding] = ()
-    by_hand: Sequence[tuple[Finding, str]] = field(default_factory=tuple)
+    by_hand: Sequence[tuple[Finding, str]] = ()
+    edits: int = 0
 
     def diff(self) -> str:
         """Return a unified diff, which `patch` and `git apply` read; "" without edits."""
@@ -124,8 +126,6 @@ def _from_here(path: Path) -> Path:
 def _corrected(path: Path, found: Iterable[Finding]) -> Corrected:
     found = sorted(found, key=lambda finding: finding.line)
     try:
-        if is_passed_over(os.path.abspath(path)) or {"site-packages", "dist-packages"} & set(path.parts):
-            raise ValueError("it belongs to an installed package")
         raw = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
         text = raw.decode(encoding)
@@ -133,19 +133,25 @@ def _corrected(path: Path, found: Iterable[Finding]) -> Corrected:
     except (OSError, MemoryError, RecursionError, SyntaxError, ValueError) as error:
         why = f"{path} cannot be read: {error.strerror if isinstance(error, OSError) else error}"
         return Corrected(path, by_hand=[(finding, why) for finding in found])
+    if is_passed_over(os.path.abspath(path)) or {"site-packages", "dist-packages"} & set(path.parts):
+        return Corrected(path, by_hand=[(finding, "it belongs to an installed package") for finding in found])
     corrected = Corrected(path, raw, encoding, text, text)
+    original = source
     changes: list[tuple[Change, ...]] = []
     for finding in found:
-        line = _line_now(finding.line, ScriptSource(text), changes)
+        line = _line_now(finding.line, original, changes)
         fix = finding.fix(source, line)
         if not isinstance(fix, str):
             fix = _tried(source, fix)
+        if fix == () and not changes:
+            fix = "what the edit would add is there already"
         if isinstance(fix, str):
             corrected = replace(corrected, by_hand=[*corrected.by_hand, (finding, fix)])
             continue
         changes.append(fix)
         source = ScriptSource(changed(source.text, fix))
-        corrected = replace(corrected, new=source.text, fixed=[*corrected.fixed, finding])
+        edits = corrected.edits + bool(fix)
+        corrected = replace(corrected, new=source.text, fixed=[*corrected.fixed, finding], edits=edits)
     return corrected
 
 
@@ -159,7 +165,12 @@ def _tried(source: ScriptSource, fix: tuple[Change, ...]) -> Fix:
 
 
 def _line_now(line: int, source: ScriptSource, changes: Iterable[tuple[Change, ...]]) -> int:
-    """Return the number that a line of the script has after changes, each set of which was made after the others."""
+    """Return the number that a line of the script has after changes, each set of which was made after the others.
+
+    What is followed is the end of the line: an insertion before its statement moves it down.
+    """
+    if not source.line(line):
+        return line
     end = source.offset(line, 0) + len(source.line(line))
     text = source.text
     for fix in changes:

@@ -23,6 +23,7 @@ _OTHER_OPTIMIZERS = "the script has several optimizers"
 _NOT_ONE_STATEMENT = "the line is not a statement of that kind"
 _ON_A_BRANCH = "the loss is scaled, or the step taken, only on some ways through the code there"
 _LOOPS = ast.For | ast.AsyncFor
+_EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
 _HIDDEN = ast.Yield | ast.YieldFrom | ast.Await | ast.Lambda
 # What may follow a backward without autocast as well as inside it.
 _AFTER_A_BACKWARD = {
@@ -38,6 +39,8 @@ def fix_of_mistake(name: str, source: ScriptSource, line: int) -> Fix:
     if rule is None:
         return _NO_ONE_PLACE
     fixes = [rule(source, statement) for statement in source.statements_at(line)]
+    if not fixes:
+        return _NOT_ONE_STATEMENT
     possible = [fix for fix in fixes if not isinstance(fix, str)] or fixes
     return possible[0] if len(possible) == 1 else "the line has several statements"
 
@@ -51,13 +54,18 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
     outermost = _outermost_of_loops(source, statement)
     block = source.block(outermost)
     place = block.index(outermost)
-    step = next((each for each in block[place + 1 :] if ast.unparse(each) == f"{scaler}.step({optimizer})"), None)
+    step, update = (
+        next((each for each in block[place + 1 :] if ast.unparse(each) == f"{scaler}.{call}"), None)
+        for call in (f"step({optimizer})", "update()")
+    )
     if any(ast.unparse(each) == f"{scaler}.unscale_({optimizer})" for each in block[:place]):
         return ()  # by the fix of an earlier line
     if any(call.method == "unscale_" for call in source.method_calls):
         return f"{scaler}.unscale_ is called elsewhere: it has to come before this line, once for each step"
-    if step is None or _has_backward(source, block[place : block.index(step)]) or _hides(statement):
-        return f"{scaler}.step({optimizer}) does not follow it in the same block"
+    if step is None or update is None or _has_backward(source, block[place : block.index(step)]) or _hides(statement):
+        return f"{scaler}.step({optimizer}) and {scaler}.update() do not follow it in the same block"
+    if any(isinstance(node, _EXITS) for each in block[place : block.index(update)] for node in ast.walk(each)):
+        return f"{scaler}.update() is not reached on each way from there"
     return (before(source, outermost, f"{scaler}.unscale_({optimizer})"),)
 
 
@@ -73,7 +81,7 @@ def _outermost_of_loops(source: ScriptSource, statement: ast.stmt) -> ast.stmt:
 def _step_with_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
     scaler, _ = source.names_at(statement)
     stepped = _stepped_alone(source, statement)
-    if stepped is None or stepped.node.args:
+    if stepped is None or stepped.node.args or stepped.node.keywords:
         return _NOT_ONE_STATEMENT
     if not scaler:
         return _UNKNOWN_NAMES
@@ -187,8 +195,8 @@ def _zero_before_backward(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _OTHER_OPTIMIZERS
     block = source.block(statement)
     earlier = block[: block.index(statement)]
-    first = next((each for each in earlier if isinstance(each, ast.Expr) and _has_backward(source, [each])), None)
-    if first is None:
+    first = next((each for each in earlier if _has_backward(source, [each])), None)
+    if not isinstance(first, ast.Expr):
         return "the backward is not before it in the same block"
     return (before(source, first, f"{optimizer}.zero_grad()"),)
 
@@ -196,7 +204,9 @@ def _zero_before_backward(source: ScriptSource, statement: ast.stmt) -> Fix:
 def _advance_after_taken_step(source: ScriptSource, statement: ast.stmt) -> Fix:
     scaler = source.names_at(statement).scaler
     stepped = _stepped_alone(source, statement)
-    if not scaler or stepped is None:
+    if stepped is None:
+        return _NOT_ONE_STATEMENT
+    if not scaler:
         return _UNKNOWN_NAMES
     block = source.block(statement)
     earlier = block[: block.index(statement)]
@@ -204,8 +214,9 @@ def _advance_after_taken_step(source: ScriptSource, statement: ast.stmt) -> Fix:
     if len(updates) != 1:
         return f"{scaler}.update() is not called before it in the same block"
     update = earlier[updates[0]]
-    kept = re.fullmatch(rf"(\w+) = {re.escape(scaler)}\.get_scale\(\)", ast.unparse(earlier[updates[0] - 1]))
-    name = kept[1] if kept and updates[0] else _free_name(source, "scale_before")
+    before_update = ast.unparse(earlier[updates[0] - 1]) if updates[0] else ""
+    kept = re.fullmatch(rf"(scale_before\d*) = {re.escape(scaler)}\.get_scale\(\)", before_update)  # by another fix
+    name = kept[1] if kept else _free_name(source, "scale_before")
     guarded = indented(source, [statement], f"if {scaler}.get_scale() >= {name}:")
     if guarded is None:
         return _NOT_ONE_STATEMENT
