@@ -334,6 +334,56 @@ def test_castwise_run_reports_on_an_unchanged_script(tmp_path: Path) -> None:
     assert list(tmp_path.glob("castwise-run/*/report.html"))
 
 
+BF16 = """
+import torch
+from tests.accelerator.training import DEVICE
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+first, last = torch.nn.Linear(8, 16, bias=False).to(DEVICE), torch.nn.Linear(16, 4).to(DEVICE)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = first, last
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden / hidden.norm(dim=-1, keepdim=True))
+
+
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+inputs = torch.randn(48, 8)
+inputs[37] = 0.0
+for (x,) in DataLoader(TensorDataset(inputs), batch_size=4):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = model(x.to(DEVICE)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(torch.stack([param.isfinite().all() for param in model.parameters()]).all().item())
+"""
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_without_a_scaler_a_guarded_run_names_line_and_sample_and_another_one_the_step(
+    guard: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(BF16)
+    run = castwise_command("run", *["--guard"] * guard, "train.py", cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (0, f"{guard}\n"), run.stderr
+    if guard:
+        line = next(number for number, text in enumerate(BF16.splitlines(), 1) if "hidden / hidden" in text)
+        assert f"at train.py:{line}." in run.stderr
+        assert "Sample 1 of the batch, dataset[37]." in run.stderr
+        assert "finite without sample 1." in run.stderr
+    else:
+        assert "Training is lost from step 10 on" in run.stderr
+        assert "The batch of that step could not be replayed." in run.stderr
+
+
 @simulated
 def test_doctor_and_demo_say_what_they_can_do_here(tmp_path: Path) -> None:
     demo = castwise_command("demo", "--device", DEVICE, cwd=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,19 +203,36 @@ def test_formats_are_tried_once_for_each_fault_of_a_run(
     assert counted == calls
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "why"),
-    [
-        ("SECONDS", -1.0, "untried: time ran out"),
-        ("has_several_ranks", lambda: True, "untried: several ranks take part"),
-    ],
-)
-def test_what_is_not_tried_is_called_so(monkeypatch: pytest.MonkeyPatch, name: str, value: Any, why: str) -> None:
-    monkeypatch.setattr(_trials, name, value)
+def test_what_is_not_tried_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_trials, "SECONDS", -1.0)
     found = in_fp16(between(lambda x: x * 300 * 300), X)
-    assert (found.remedy, found.tried) == ("float32", why)
+    assert (found.remedy, found.tried) == ("float32", why := "untried: time ran out")
     assert found.advice.startswith("keep 1 in fp32")
     assert str(found).endswith(f"\n{why}")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of one rank, in which collectives run."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_rank_tries_alone_what_has_no_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def averaged(x: Tensor) -> Tensor:
+        torch.distributed.all_reduce(x.detach().clone())
+        return x * 300 * 300
+
+    monkeypatch.setattr(_trials, "has_several_ranks", lambda: True)
+    assert in_fp16(between(lambda x: x * 300 * 300), X).tried == "finite"
+    why = "untried: the forward exchanges tensors with other ranks"
+    assert in_fp16(between(averaged), X).tried == why
+    x = X.clone()
+    x[5] = torch.nan
+    found = in_fp16(between(averaged), x)
+    assert (found.tried, found.samples) == (why, (5,))
 
 
 def test_a_lower_scale_was_tried_by_the_replay() -> None:

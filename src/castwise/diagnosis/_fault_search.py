@@ -57,6 +57,7 @@ class Fault(NamedTuple):
         is_due_to_scale: Whether the gradients are finite without scaling.
         loss_is_finite: Whether the loss was finite; None if it is not known.
         others: If a weight is to blame, the number of other non-finite weights.
+        has_collectives: Whether the replay has exchanged tensors with other ranks, which a trial on one rank must not.
     """
 
     reached: Reached
@@ -66,6 +67,7 @@ class Fault(NamedTuple):
     is_due_to_scale: bool = False
     loss_is_finite: bool | None = None
     others: int = 0
+    has_collectives: bool = False
 
 
 class Found(NamedTuple):
@@ -173,7 +175,15 @@ def _fault(reached: Reached, case: Case, origins: Origins, tensors: list[torch.T
     if birth is not None and birth.kind == "weight":
         weights = (param for _, _, param in named_parameters(case.model) if param.requires_grad)
         others = sum(param is not birth.tensor and not _is_finite(param) for param in weights)
-    return Fault(reached, birth, tensors, parameter, loss_is_finite=case.loss_is_finite, others=others)
+    return Fault(
+        reached,
+        birth,
+        tensors,
+        parameter,
+        loss_is_finite=case.loss_is_finite,
+        others=others,
+        has_collectives=origins.has_collectives,
+    )
 
 
 def _expect(case: Case, origins: Origins) -> None:

@@ -123,6 +123,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __init__(self, module_of_op: ModuleOfOp, before_write: Callable[[list[torch.Tensor]], None]) -> None:
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]  # torch's
         self.phase: Phase = "forward"
+        self.has_collectives = False
         self._module_of_op, self._before_write = module_of_op, before_write
         self._order = 0
         self._origins: dict[int, _Origin] = {}  # by address of the memory
@@ -190,6 +191,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         self._order += 1
         self._note_node(func)
+        self.has_collectives = self.has_collectives or op_facts.is_collective(func)
         written, read = op_facts.written_and_read(func, args, kwargs)
         if written:
             self._before_write(written)

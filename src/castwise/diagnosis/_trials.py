@@ -98,8 +98,8 @@ def try_remedy(
     birth = fault.birth
     if birth is None or help_.remedy in {"", "scale"}:
         return Tried(help_, "untried: no module made it")
-    if has_several_ranks():
-        return Tried(help_, "untried: several ranks take part", _bad_rows(case, birth))
+    if fault.has_collectives and has_several_ranks():
+        return Tried(help_, "untried: the forward exchanges tensors with other ranks", _bad_rows(case, birth))
     try:
         trials, key = _Trials(case, birth, scale, usual), (birth.phase, birth.module or "", birth.op, str(birth.place))
         if help_.remedy == "float32" and key in earlier:

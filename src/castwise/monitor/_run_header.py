@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from castwise._version import __version__
 from castwise.monitor import _module_names as names
+from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._records import FORMAT, LAST_SECOND, RunRecord
 
 
@@ -35,6 +36,7 @@ def run_record(
             "schedule": str(scaler.schedule) if is_scaled else "no scaling",
             "every": every,
             "ranks": ranks,
+            **({"parameters split over ranks": True} if is_split_over_ranks(nn.ParameterList(parameters)) else {}),
         },
     )
 

@@ -15,6 +15,7 @@ from castwise.report._saturation import saturated_layer
 from castwise.report._skips import Finding, Skips
 
 GUARD = "To skip such steps: castwise run --guard, or in code GradScaler(device, schedule=castwise.schedules.Guard())."
+GUARD_SHARDED = "To skip such steps on all ranks: castwise.ShardedGradScaler(schedule=castwise.schedules.Guard())."
 # Losses of many healthy runs do not fall (GANs, fine-tuning), so large updates have to be seen too. At a usual rate an
 # update is a hundredth of the weights or less.
 LARGE_UPDATE = 0.3
@@ -42,14 +43,16 @@ def taken_steps(facts: RunFacts) -> Iterator[Advice]:
         text = f"Training is lost from step {since:,} on: {why}, and the step was taken. {_resume(since)}"
     else:
         text = f"{several(len(taken), 'step')} with inf or NaN {_were(taken)} taken, first step {taken[0]:,}: {why}."
+    is_split = "parameters split over ranks" in facts.run.settings
     if not diagnosed:
-        text += " The batch of that step could not be replayed."
+        text += " Models that are split over ranks are not" if is_split else " The batch of that step could not be"
+        text += " replayed."
     evidence: dict[str, Measured] = {
         "first_step": taken[0],
         "affected_steps": len(taken),
         "recorded_steps": len(facts.run.steps),
     }
-    yield Advice(text, evidence, "critical" if is_lost else "warning", diagnosed, GUARD)
+    yield Advice(text, evidence, "critical" if is_lost else "warning", diagnosed, GUARD_SHARDED if is_split else GUARD)
 
 
 def skipped_gradients(facts: RunFacts) -> Iterator[Advice]:
