@@ -67,6 +67,11 @@ class ScriptSource:
         """Return the position in the text of a place in the tree, whose columns are bytes."""
         return self._starts[line - 1] + len(self.line(line).encode()[:column].decode(errors="ignore"))
 
+    def end_of_line(self, number: int) -> int:
+        """Return where a line ends, from 1; where the text ends if it has fewer lines."""
+        is_there = number <= len(self._starts)
+        return self._starts[number - 1] + len(self.line(number)) if is_there else len(self.text)
+
     def column(self, offset: int) -> int:
         """Return the characters of its line before a position in the text."""
         return offset - self._starts[bisect.bisect_right(self._starts, offset) - 1]

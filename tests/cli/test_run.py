@@ -224,6 +224,63 @@ dist.destroy_process_group()
 """
 
 
+ZERO_SAMPLE = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.last(hidden / hidden.norm(dim=-1, keepdim=True))
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = WRAPPED(Net())
+optimizer = torch.optim.AdamW(model.parameters())
+inputs = torch.randn(48, 8)
+inputs[37] *= dist.get_rank() == 0
+for (x,) in DataLoader(TensorDataset(inputs), batch_size=4):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "said"),
+    [
+        (
+            "torch.nn.parallel.DistributedDataParallel",
+            ["Step 10 on rank 1", "ample 1 of the batch, dataset[37]", "ried on the batch of step 10: finite without"],
+        ),
+        (
+            "fully_shard",
+            [
+                "lost from step 10 on",
+                "are split over ranks are not replayed",
+                "on all ranks: castwise.ShardedGradScaler(",
+            ],
+        ),
+    ],
+)
+def test_the_sample_is_named_under_ddp_and_what_helps_under_fsdp2(
+    wrapped: str, said: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(ZERO_SAMPLE.replace("WRAPPED", wrapped))
+    on_ranks(2, ["-m", "castwise", "run", "--out", tmp_path / "out", "train.py"], tmp_path)
+    text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")], env={"COLUMNS": "500"}).stdout
+    for words in said:
+        assert words in text
+
+
 @pytest.mark.parametrize("guard", [False, True])
 def test_without_a_scaler_the_rank_at_fault_is_named_and_ranks_skip_the_same_step(guard: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ZEROS_ON_RANK_1)

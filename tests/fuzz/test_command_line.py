@@ -78,7 +78,7 @@ def _in_a_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(command, "_report", lambda _: "")
         patch.setattr(command, "read_text", lambda _: bytes(range(256)) * 40)
         patch.setattr("castwise._doctor.checkup.examine", lambda _: checkup)
-        patch.setattr("castwise.report._html_report._plotly_js", lambda: "")
+        patch.setattr("castwise.report._html_report.load_plotly", lambda: "")
         patch.setattr(castwise, "trace", lambda *_, **__: seen)
         patch.setattr("castwise._demo.gpt.task", task)
         yield

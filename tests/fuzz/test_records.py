@@ -28,7 +28,7 @@ TEXTS = ("cause", "phase", "module", "op", "text", "advice")
 @pytest.fixture(scope="module", autouse=True)
 def _pages_are_small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("castwise.report._html_report._plotly_js", lambda: "")
+        patch.setattr("castwise.report._html_report.load_plotly", lambda: "")
         yield
 
 

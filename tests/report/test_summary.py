@@ -98,9 +98,9 @@ def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("folder", "text", "seen"),
     [
-        ("/work", "at /work/train.py:3, not /data/work/x.py", "at train.py:3, not /data/work/x.py"),
-        ("/work", "(/work/a b.py)", "(a b.py)"),
-        ("/", "at /work/train.py:3", "at /work/train.py:3"),
+        ("/me", "at /me/train.py:3, not /data/me/x.py", "at train.py:3, not /data/me/x.py"),
+        ("/me", "(/me/a b.py)", "(a b.py)"),
+        ("/", "at /me/train.py:3", "at /me/train.py:3"),
     ],
 )
 def test_paths_are_shown_from_the_current_folder(
@@ -115,7 +115,7 @@ def test_paths_are_whole_where_the_current_folder_is_gone(monkeypatch: pytest.Mo
         raise FileNotFoundError
 
     monkeypatch.setattr("os.getcwd", gone)
-    assert _seen_from_here("at /work/train.py:3") == "at /work/train.py:3"
+    assert _seen_from_here("at /me/train.py:3") == "at /me/train.py:3"
 
 
 def test_a_diagnosis_is_reported_with_the_ranges_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,8 @@ _EXIT_CODES = """\
 Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on` matches):
 
 * 0: success
-* 1: negative result (weights differ, no policy found, not the same computation), or error in the model
+* 1: negative result (weights differ, no policy found, not the same computation, findings left to be corrected by hand),
+  or error in the model
 * 2: invalid command line or input; the message says what to do
 * 125: `castwise check` cannot tell
 * 130: Ctrl-C

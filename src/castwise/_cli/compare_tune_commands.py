@@ -25,7 +25,7 @@ from castwise._cli.completion import (
     completing,
 )
 from castwise._cli.model_errors import MODEL_ERROR, print_from_model
-from castwise._cli.option_checks import check_policy, check_target
+from castwise._cli.option_checks import check_name, check_policy, check_target
 from castwise._cli.report_command import SharedScript
 from castwise._files import refuse_foreign
 from castwise._suggestions import listed, nearest
@@ -91,7 +91,7 @@ def compare(
     """Show how precision changes a model's loss and gradients, module by module."""
     with _one_line_errors("compare"):
         _check_page(page)
-        _check_name("--vary", vary, VARIATIONS)
+        check_name("--vary", vary, VARIATIONS)
         _check_reference(reference)
         check_target(model)
         for text in policy or ():
@@ -160,9 +160,9 @@ def tune(
         if output is not None and output.suffix not in {".toml", ".json"}:
             raise UserError(f"--output must end in .toml or .json, got {str(output)!r}")
         _check_page(page)
-        _check_name("--cost", cost, COSTS)
+        check_name("--cost", cost, COSTS)
         for name in formats or ():
-            _check_name("--format", name, (*FORMATS, *RECIPES))
+            check_name("--format", name, (*FORMATS, *RECIPES))
         if not 0 < tolerance < math.inf:
             raise UserError(f"--tolerance must be a finite number > 0, got {tolerance}")
         check_target(model)
@@ -227,11 +227,6 @@ def _as_typed(error: Exception) -> str:
     return f"{_OPTIONS.get(argument, argument)} {rest}"
 
 
-def _check_name(option: str, given: str | None, known: tuple[str, ...]) -> None:
-    if given is not None and given not in known:
-        raise UserError(f"{option} must be one of {listed(known)}, got {given!r}{nearest(given, known)}")
-
-
 def _is_ours(error: Exception) -> bool:
     """Return True if castwise, not the model, raised an error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -253,6 +248,8 @@ def _check_reference(text: str) -> None:
         raise UserError(
             f"--reference must be one of {listed(known)}, or a .toml or .json file, got {text!r}{nearest(text, known)}"
         )
+    if text not in REFERENCES:
+        check_policy(text)
 
 
 def _read_reference(text: str) -> Any:
@@ -262,7 +259,7 @@ def _read_reference(text: str) -> Any:
 
 
 def _check_page(page: Path | None) -> None:
-    from castwise.report._html_report import is_page
+    from castwise.report._page import is_page
 
     _check_output(page, "a page", is_page)
 

@@ -34,7 +34,8 @@ def fix(
 ) -> None:
     """Print the edits that correct what a run has found in its script, as a diff.
 
-    Only what one place of the script decides: the rest is named, with the remedy. An edit is tried by the next run.
+    Only what one place of the script decides: the rest is named, with the remedy, and the exit code is 1. An edit is
+    tried by the next run.
     """
     try:
         _, files = _run_with_records(run)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from castwise._cli.completion import POLICIES, SCHEDULES
 from castwise._suggestions import listed, nearest
 from castwise._user_error import UserError
+
+
+def check_name(option: str, given: str | None, known: Collection[str]) -> None:
+    """Raise a UserError if an option is given and is not one of the known names."""
+    if given is not None and given not in known:
+        raise UserError(f"{option} must be one of {listed(known)}, got {given!r}{nearest(given, known)}")
 
 
 def check_policy(text: str) -> None:
@@ -30,7 +37,7 @@ def check_policy(text: str) -> None:
 def check_schedule_name(name: str, text: str) -> None:
     """Raise a UserError if the name of a schedule in `--schedule TEXT` is none."""
     if name not in SCHEDULES:
-        raise UserError(f"--schedule must be one of {listed(SCHEDULES)}, got {text!r}{nearest(text, SCHEDULES)}")
+        raise UserError(f"--schedule must be one of {listed(SCHEDULES)}, got {text!r}{nearest(name, SCHEDULES)}")
 
 
 def check_target(text: str, option: str = "--model") -> tuple[str, str]:

@@ -11,7 +11,7 @@ from castwise._cli.model_errors import is_ours
 
 
 def hide_own_frames() -> None:
-    """Start tracebacks at the script, as without castwise, including those that the script prints."""
+    """Start tracebacks at the script, as without castwise, also where a hook of the script prints them."""
     shown = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from castwise._cli.completion import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
-from castwise._cli.option_checks import check_policy, check_schedule_name
+from castwise._cli.option_checks import check_name, check_policy, check_schedule_name
 from castwise._cli.program import Program
 from castwise._invariants.invariant import INVARIANTS, Exemptions
-from castwise._suggestions import listed, nearest
+from castwise._suggestions import nearest
 from castwise._user_error import UserError
 
 OUT = Path(RUNS)
@@ -117,10 +117,10 @@ def run(
             raise UserError(f"--every must be at least 1, got {every}")
         if capsules < 0:
             raise UserError(f"--capsules must be at least 0, got {capsules}")
-        _check_name("--on-nonfinite", on_nonfinite, DIAGNOSES)
+        check_name("--on-nonfinite", on_nonfinite, DIAGNOSES)
         exemptions = _exemptions(exempt or ())
         for level in fail_on or ():
-            _check_name("--fail-on", level, LEVELS)
+            check_name("--fail-on", level, LEVELS)
         source = context.get_parameter_source("out")
         if source is not None and source.name == "COMMANDLINE":  # the default's folder may fail without ending the run
             _check_folder(out)
@@ -164,11 +164,6 @@ def _check_folder(out: Path) -> None:
         raise UserError(f"--out {out}: {error.strerror}") from None
     if not stat.S_ISDIR(mode):
         raise UserError(f"--out must be a folder, but {out} is a file")
-
-
-def _check_name(option: str, given: str, known: Iterable[str]) -> None:
-    if given not in known:
-        raise UserError(f"{option} must be one of {listed(known)}, got {given!r}{nearest(given, known)}")
 
 
 def _check_script(script: str, context: typer.Context) -> None:

@@ -136,47 +136,28 @@ def _corrected(path: Path, found: Iterable[Finding]) -> Corrected:
     if is_passed_over(os.path.abspath(path)) or {"site-packages", "dist-packages"} & set(path.parts):
         return Corrected(path, by_hand=[(finding, "it belongs to an installed package") for finding in found])
     corrected = Corrected(path, raw, encoding, text, text)
-    original = source
-    changes: list[tuple[Change, ...]] = []
-    for finding in found:
-        line = _line_now(finding.line, original, changes)
-        fix = finding.fix(source, line)
-        if not isinstance(fix, str):
-            fix = _tried(source, fix)
-        if fix == () and not changes:
+    ends = [source.end_of_line(finding.line) for finding in found]
+    for place, finding in enumerate(found):
+        fix = finding.fix(source, source.line_of(ends[place]))
+        if fix == () and not corrected.edits:
             fix = "what the edit would add is there already"
-        if isinstance(fix, str):
-            corrected = replace(corrected, by_hand=[*corrected.by_hand, (finding, fix)])
+        edited = fix if isinstance(fix, str) else _edited(source, fix)
+        if isinstance(fix, str) or isinstance(edited, str):
+            corrected = replace(corrected, by_hand=[*corrected.by_hand, (finding, str(edited))])
             continue
-        changes.append(fix)
-        source = ScriptSource(changed(source.text, fix))
-        edits = corrected.edits + bool(fix)
+        # Of the lines that follow too; an insertion before a statement moves the end of its line.
+        ends = [end + sum(change.moves(end) for change in fix) for end in ends]
+        source, edits = edited, corrected.edits + bool(fix)
         corrected = replace(corrected, new=source.text, fixed=[*corrected.fixed, finding], edits=edits)
     return corrected
 
 
-def _tried(source: ScriptSource, fix: tuple[Change, ...]) -> Fix:
-    """Return the changes, or why not if the script would not be Python after them."""
+def _edited(source: ScriptSource, fix: Iterable[Change]) -> ScriptSource | str:
+    """Return the script after changes, or why not if it would not be Python."""
     try:
-        ScriptSource(changed(source.text, fix))
+        return ScriptSource(changed(source.text, fix))
     except (MemoryError, RecursionError, SyntaxError, ValueError):
         return "the edit would not be Python"
-    return fix
-
-
-def _line_now(line: int, source: ScriptSource, changes: Iterable[tuple[Change, ...]]) -> int:
-    """Return the number that a line of the script has after changes, each set of which was made after the others.
-
-    What is followed is the end of the line: an insertion before its statement moves it down.
-    """
-    if not source.line(line):
-        return line
-    end = source.offset(line, 0) + len(source.line(line))
-    text = source.text
-    for fix in changes:
-        moved = sum(len(change.text) - (change.end - change.start) for change in fix if change.start < end)
-        text, end = changed(text, fix), end + moved
-    return ScriptSource(text).line_of(end)
 
 
 def _rows(text: str) -> list[str]:

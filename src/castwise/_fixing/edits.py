@@ -22,6 +22,10 @@ class Change(NamedTuple):
     end: int
     text: str
 
+    def moves(self, offset: int) -> int:
+        """Return by how many characters the change moves what is at an offset."""
+        return len(self.text) - (self.end - self.start) if self.start < offset else 0
+
 
 def before(source: ScriptSource, statement: ast.stmt, code: str) -> Change:
     """Return the insertion of one line of code before a statement."""

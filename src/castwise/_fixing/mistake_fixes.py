@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from castwise._fixing.edits import Change, after, before, indent_of, indented, instead, outdented
 from castwise._script_source import MethodCall, ScriptSource
@@ -62,7 +62,7 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
         return ()  # by the fix of an earlier line
     if any(call.method == "unscale_" for call in source.method_calls):
         return f"{scaler}.unscale_ is called elsewhere: it has to come before this line, once for each step"
-    if step is None or update is None or _has_backward(source, block[place : block.index(step)]) or _hides(statement):
+    if step is None or update is None or _has_backward(block[place : block.index(step)]) or _hides(statement):
         return f"{scaler}.step({optimizer}) and {scaler}.update() do not follow it in the same block"
     if any(isinstance(node, _EXITS) for each in block[place : block.index(update)] for node in ast.walk(each)):
         return f"{scaler}.update() is not reached on each way from there"
@@ -72,7 +72,7 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
 def _outermost_of_loops(source: ScriptSource, statement: ast.stmt) -> ast.stmt:
     """Return a statement, or the outermost of the loops around it that do not compute gradients or step."""
     for around in source.around(statement):
-        if not isinstance(around, _LOOPS) or _has_backward(source, [around]) or _steps(source, around):
+        if not isinstance(around, _LOOPS) or _has_backward([around]) or _steps(around):
             break
         statement = around
     return statement
@@ -85,7 +85,7 @@ def _step_with_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _NOT_ONE_STATEMENT
     if not scaler:
         return _UNKNOWN_NAMES
-    if not _is_scaled_before(source, statement, scaler):
+    if not _shares_block_with(source, statement, scaler, ("scale",)):
         return _ON_A_BRANCH
     step = instead(source, stepped.node, f"{scaler}.step({stepped.owner})")
     if any(
@@ -104,7 +104,7 @@ def _scale_loss(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _NOT_ONE_STATEMENT
     if not scaler:
         return _UNKNOWN_NAMES
-    if not _is_scaled_before(source, statement, scaler, or_after=True):
+    if not _shares_block_with(source, statement, scaler, ("scale", "step")):
         return _ON_A_BRANCH
     return (instead(source, call.func.value, f"{scaler}.scale({source.text_of(call.func.value)})"),)
 
@@ -195,7 +195,7 @@ def _zero_before_backward(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _OTHER_OPTIMIZERS
     block = source.block(statement)
     earlier = block[: block.index(statement)]
-    first = next((each for each in earlier if _has_backward(source, [each])), None)
+    first = next((each for each in earlier if _has_backward([each])), None)
     if not isinstance(first, ast.Expr):
         return "the backward is not before it in the same block"
     return (before(source, first, f"{optimizer}.zero_grad()"),)
@@ -249,21 +249,21 @@ def _stepped_alone(source: ScriptSource, statement: ast.stmt) -> MethodCall | No
     return found[0] if found and not used & variables else None
 
 
-def _is_scaled_before(source: ScriptSource, statement: ast.stmt, scaler: str, or_after: bool = False) -> bool:
-    """Return True if each way to a statement goes through the scaler's backward, or one of its blocks has it at all."""
+def _shares_block_with(source: ScriptSource, statement: ast.stmt, scaler: str, methods: Sequence[str]) -> bool:
+    """Return True if a block around a statement calls a method of the scaler itself, not on one of its branches."""
     ways = [statement, *(each for each in source.around(statement) if isinstance(each, ast.stmt))]
     blocks = [source.block(each) for each in ways if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)]
-    uses = [call for call in source.method_calls if call.owner == scaler and call.method in ("scale", "step")]
-    direct = {id(source.statement(call.node)) for call in uses if or_after or call.method == "scale"}
+    uses = [call for call in source.method_calls if call.owner == scaler and call.method in methods]
+    direct = {id(source.statement(call.node)) for call in uses}
     return any(id(each) in direct for block in blocks for each in block)
 
 
-def _has_backward(source: ScriptSource, statements: Iterable[ast.AST]) -> bool:
+def _has_backward(statements: Iterable[ast.AST]) -> bool:
     nodes = (node for each in statements for node in ast.walk(each))
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
 
 
-def _steps(source: ScriptSource, node: ast.AST) -> bool:
+def _steps(node: ast.AST) -> bool:
     return any(isinstance(each, ast.Attribute) and each.attr == "step" for each in ast.walk(node))
 
 

@@ -20,7 +20,6 @@ _WORKS_IN = {_LEAST: {"float32", "float64", "bfloat16"}, _DOMAIN: {"float32", "f
 # Methods and functions whose result cannot be negative.
 _NOT_NEGATIVE = frozenset(["norm", "vector_norm", "std", "sqrt", "abs", "var", "exp"])
 _NO_TENSORS = {"math", "np", "numpy", "cmath", "self"}
-_IN_WORDS = {"a division": "div", "1 / x": "reciprocal"}
 
 
 def fix_of_op(op: str, advice: str, dtypes: Sequence[str], source: ScriptSource, line: int) -> Fix:
@@ -33,8 +32,8 @@ def fix_of_op(op: str, advice: str, dtypes: Sequence[str], source: ScriptSource,
         source: The script.
         line: Where the op is called.
     """
-    found = re.match(r"the gradient of (a division|1 / x|\w+)", advice)
-    name = op.rpartition(".")[2].rstrip("_") if found is None else _IN_WORDS.get(found[1], found[1])
+    found = re.match(r"the gradient of (a division|\w+)", advice)
+    name = op.rpartition(".")[2].rstrip("_") if found is None else found[1].replace("a division", "div")
     if "epsilon" not in advice and "clamp" not in advice:
         return "no one place of the script decides it"
     bound = _BOUNDS.get(name, _LEAST)

@@ -137,7 +137,7 @@ def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str], batches
     rows.sort(key=lambda row: 0 if first is None else row.ranks[first])
     measures = {key: title for key, title in MEASURES.items() if key in known}
     ranges = {key: scale.ends for key, scale in scales.items() if scale.highest}
-    return HeatMap([(drift.name, short(_format(drift))) for drift in columns], measures, ranges, rows)
+    return HeatMap([(drift.name, abbreviated(_format(drift))) for drift in columns], measures, ranges, rows)
 
 
 def returns_other(module: ModuleDrift) -> str:
@@ -152,7 +152,7 @@ def shift_of_a_batch(module: ModuleDrift, batches: int) -> float | None:
     return None if module.loss_shift is None else module.loss_shift / math.sqrt(batches)
 
 
-def short(text: str) -> str:
+def abbreviated(text: str) -> str:
     """Shorten names of dtypes in a text, as in "fp32"."""
     return re.sub(r"\w+", lambda word: _SHORT.get(word[0], word[0]), text)
 
@@ -216,8 +216,8 @@ def _own_format(module: ModuleDrift | None, of_policy: str) -> str:
         return ""
     returned = returns_other(module)
     if returned and returned != f"returns {of_policy}":
-        return short(returned)
-    return "" if module.computes_in == of_policy else short(module.computes_in)
+        return abbreviated(returned)
+    return "" if module.computes_in == of_policy else abbreviated(module.computes_in)
 
 
 def _title(name: str, policy: str, module: ModuleDrift | None, batches: int) -> str:

@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castwise import _files
 from castwise._number_text import percent
 from castwise._shown import as_html
-from castwise.comparison._drift_map import STEPS, heat_map, returns_other, shift_of_a_batch, short
-from castwise.report import _html_report as report
+from castwise.comparison._drift_map import STEPS, abbreviated, heat_map, returns_other, shift_of_a_batch
+from castwise.report import _page as pages
 from castwise.report._plotly_script import packed, script_hash
 
 if TYPE_CHECKING:
@@ -43,16 +42,16 @@ def write_drift_report(
         frontier: What to draw of its policies, as lists of the same length.
         shared_script: See `castwise.report.write_report`.
     """
-    environment, target = report._environment(), Path(path)
+    environment, target = pages.new_environment(), Path(path)
     from markupsafe import Markup
 
-    environment.filters["format_name"] = short
-    plotly = report._plotly_for(target, report._plotly_js(), shared_script)
-    script = report._script("drift.js")
+    environment.filters["format_name"] = abbreviated
+    plotly = pages.plotly_for(target, pages.load_plotly(), shared_script)
+    script = pages.own_script("drift.js")
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
     drawn = [policy_drift for policy_drift in shown if policy_drift.modules]
     compiled = [block for policy_drift in drift for block in policy_drift._blocks_alone()]
-    page = environment.get_template("drift.html.j2").render(
+    html = environment.get_template("drift.html.j2").render(
         drift=drift,
         tuned=tuned,
         frontier=() if tuned is None else tuned.frontier.rows(),
@@ -67,20 +66,20 @@ def write_drift_report(
         policies=[_effects(policy_drift, drift.batches) for policy_drift in drawn],
         selected=next((policy_drift.name for policy_drift in drawn if _has_errors(policy_drift)), None),
         alone=Markup(as_html(compiled)) if compiled else "",
-        max_name=report.MAX_NAME,
+        max_name=pages.MAX_NAME,
         at_first=AT_FIRST,
         heat_at_first=HEAT_AT_FIRST,
         figures=packed(
-            report._json({"bars": {each.name: _bars(each, drift.batches) for each in drawn}, "frontier": frontier})
+            pages.as_json({"bars": {each.name: _bars(each, drift.batches) for each in drawn}, "frontier": frontier})
         ),
-        css=report._template("report.css"),
-        dark=report._template("dark.css"),
+        css=pages.template("report.css"),
+        dark=pages.template("dark.css"),
         plotly=plotly,
         script=script,
         script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-    _files.replace(target, page.encode(errors="backslashreplace"), "a page", report.is_page)
+    pages.write_page(target, html)
     return target
 
 
@@ -130,7 +129,7 @@ def _bars(drift: PolicyDrift, batches: int) -> dict[str, Any]:
     modules = sorted(drift.modules, key=lambda module: module.place)
     by_shift = {module.name: rank for rank, module in enumerate(_by_shift(drift, batches))}
     return {
-        "names": [report._short(module.name or "(root)") for module in modules],
+        "names": [pages.shortened(module.name or "(root)") for module in modules],
         "introduced": [_drawn(module.introduced) for module in modules],
         "carried": [_drawn(module.carried) for module in modules],
         "captions": [_caption(module, batches) for module in modules],
@@ -159,7 +158,7 @@ def _caption(module: ModuleDrift, batches: int) -> str:
 def _effects(drift: PolicyDrift, batches: int) -> dict[str, Any]:
     """Return a policy's table of modules, without columns in which nothing is known."""
     rows = [_row(module, batches) for module in _by_shift(drift, batches)]
-    shown = [column for column in range(len(_COLUMNS)) if any(row["numbers"][column][1] != "" for row in rows)]
+    shown = [column for column in range(len(_COLUMNS)) if any(row["numbers"][column] != _UNKNOWN for row in rows)]
     for row in rows:
         row["numbers"] = [row["numbers"][column] for column in shown]
     return {
@@ -167,7 +166,7 @@ def _effects(drift: PolicyDrift, batches: int) -> dict[str, Any]:
         "failure": drift.failure,
         "rows": rows,
         "columns": [_COLUMNS[column] for column in shown],
-        "has_unknown": any(text == _UNKNOWN for row in rows for text, _ in row["numbers"]),
+        "has_unknown": any(text == _UNKNOWN for row in rows for text in row["numbers"]),
     }
 
 
@@ -180,22 +179,15 @@ def _row(module: ModuleDrift, batches: int) -> dict[str, Any]:
         "type": module.type,
         "format": module.computes_in,
         "returns": returns_other(module),
-        "numbers": [_sorted(_number(shift), shift), *map(_relative, errors)],
+        "numbers": [_number(shift), *map(_relative, errors)],
         "problem": module.problem,
     }
 
 
-def _relative(errors: Errors | None) -> tuple[str, float | str]:
+def _relative(errors: Errors | None) -> str:
     if errors is None:
-        return _UNKNOWN, ""
-    if errors.nonfinite:
-        return f"{percent(errors.nonfinite)} not finite", report._sortable(math.inf)
-    return _sorted(_number(errors.relative_rms), errors.relative_rms)
-
-
-def _sorted(text: str, value: float | None) -> tuple[str, float | str]:
-    """Return a text with the number to sort it by."""
-    return text, "" if value is None or math.isnan(value) else report._sortable(value)
+        return _UNKNOWN
+    return f"{percent(errors.nonfinite)} not finite" if errors.nonfinite else _number(errors.relative_rms)
 
 
 def _number(value: float | None) -> str:

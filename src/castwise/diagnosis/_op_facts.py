@@ -23,7 +23,6 @@ _SOFTMAX = {"softmax", "safe_softmax", "log_softmax", "logsumexp", "scaled_dot_p
 # Ops that sum products; the second set adds its first argument to the sum.
 _PRODUCTS = {"bmm", "convolution", "dot", "linear", "mm", "mv"}
 _PRODUCTS_ADDED = {"addmm", "addmv", "baddbmm"}
-_OF_RANKS = {"c10d", "c10d_functional", "_c10d_functional"}
 _USUAL_NAMES = {"to_copy": "to", "unsafe_view": "view", "unsafe_index": "index"}
 
 
@@ -50,7 +49,7 @@ def is_random(func: Any) -> bool:
 
 def is_collective(func: Any) -> bool:
     """Return True if an op exchanges tensors with other ranks."""
-    return name_of(func).partition(".")[0] in _OF_RANKS
+    return name_of(func).lstrip("_").startswith(("c10d.", "c10d_functional."))
 
 
 def leaves_memory_unwritten(func: Any) -> bool:

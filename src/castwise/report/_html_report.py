@@ -6,18 +6,15 @@ therefore appear as text, whatever they contain.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from castwise import _files
 from castwise._collector import paused
 from castwise._number_text import headroom, percent, power_of_two, several
 from castwise.monitor._formats import LOW_PRECISION
@@ -28,7 +25,17 @@ from castwise.report._figures import Figure, align
 from castwise.report._figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.report._figures.maps import KINDS, MEASURES, heat_map
 from castwise.report._figures.timeline import timeline
-from castwise.report._plotly_script import PlotlyScript, in_file, in_page, packed, script_hash
+from castwise.report._page import (
+    MAX_NAME,
+    as_json,
+    load_plotly,
+    new_environment,
+    own_script,
+    plotly_for,
+    template,
+    write_page,
+)
+from castwise.report._plotly_script import PlotlyScript, packed, script_hash
 from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
 from castwise.report._run_facts import WHOLE_MODEL, RunFacts, named, shown
 from castwise.report._verdicts import Verdict, judge
@@ -36,13 +43,6 @@ from castwise.report._worst_modules import WorstModule, worst_modules
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-# Module names and settings can have any length, so they are shortened to keep the page small. Findings and remedies are
-# shown in full; only a forged record exceeds their limit.
-MAX_TEXT = 300
-MAX_FINDING = 10_000
-# Characters of a module name that fit beside the columns of numbers; hovering shows the full name.
-MAX_NAME = 44
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def write_report(
     given = list(runs)
     if not given:
         raise ValueError("write_report needs at least one run, got none")
-    environment, plotly_js = _environment(), _plotly_js()
+    environment, plotly_js = new_environment(), load_plotly()
     read = read_runs(given)
     labelled = zip(labels([run.path for run in read]), read, strict=True)
     with paused():
@@ -260,16 +260,9 @@ def write_report(
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
-    script = _plotly_for(target, plotly_js, shared_script)
-    # A path may contain characters that cannot be encoded.
-    page = _page(environment, script, views).encode(errors="backslashreplace")
-    _files.replace(target, page, "a page", is_page)
+    script = plotly_for(target, plotly_js, shared_script)
+    write_page(target, _page(environment, script, views))
     return target
-
-
-def is_page(head: bytes) -> bool:
-    """Return True for the start of a page that castwise has written."""
-    return head.startswith(b"<!doctype html>") and b"<title>castwise: " in head
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
@@ -285,52 +278,8 @@ def labels(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def _environment() -> Environment:
-    try:
-        import jinja2
-    except ModuleNotFoundError as error:
-        raise _missing("jinja2") from error
-    environment = jinja2.Environment(
-        autoescape=True,
-        loader=jinja2.FunctionLoader(_template),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters.update(
-        headroom=headroom, percent=percent, shown=shown, powers=_powers, short=_short, name=_name, sortable=_sortable
-    )
-    environment.filters["breaking"] = _breaking
-    return environment
-
-
-def _plotly_js() -> str:
-    try:
-        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # plotly ships no types
-    except ModuleNotFoundError as error:
-        raise _missing("plotly") from error
-    return str(get_plotlyjs())
-
-
-def _plotly_for(page: Path, plotly_js: str, shared: bool | str | os.PathLike[str]) -> PlotlyScript:
-    """Return how a page gets plotly.js; see `write_report` for `shared`."""
-    if shared is False:
-        return in_page(plotly_js)
-    from plotly.offline import get_plotlyjs_version
-
-    return in_file(plotly_js, get_plotlyjs_version(), page, page.parent if shared is True else Path(shared))
-
-
-def _missing(name: str) -> ImportError:
-    return ImportError(f"a report needs {name}: pip install 'castwise[report]'")
-
-
-def _template(name: str) -> str:
-    return (resources.files("castwise.report") / "templates" / name).read_text(encoding="utf-8")
-
-
 def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunView]) -> str:
-    script = _script("report.js")
+    script = own_script("report.js")
     figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
     return environment.get_template("report.html.j2").render(
         views=views,
@@ -343,52 +292,14 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
         all_modules=ALL_MODULES,
         max_name=MAX_NAME,
         modules=list(dict.fromkeys(name for view in views for name in view.facts.gradients)),
-        figures=packed(_json(figures)),
-        css=_template("report.css"),
-        dark=_template("dark.css"),
+        figures=packed(as_json(figures)),
+        css=template("report.css"),
+        dark=template("dark.css"),
         plotly=plotly,
         script=script,
         script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-
-
-def _script(name: str) -> str:
-    """Return a page's own script, with what unpacks the page and copies code."""
-    return _template("unpack.js") + _template(name) + _template("copy.js")
-
-
-def _json(value: object) -> str:
-    """Return compact JSON; NaN is an error."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
-
-
-def _powers(text: str) -> Any:
-    """Render powers of two such as 2^16 with superscript exponents."""
-    from markupsafe import Markup, escape
-
-    def set_(match: re.Match[str]) -> str:
-        return f"2<sup>{match[1].replace('-', '&minus;')}</sup>"  # lines can break after a hyphen, not a minus
-
-    return Markup(re.sub(r"\b2\^(-?[\d.]*\d)", set_, str(escape(_short(text, MAX_FINDING)))))
-
-
-def _short(text: object, most: int = MAX_TEXT) -> str:
-    spelled = f"{text:,}" if isinstance(text, int) and not isinstance(text, bool) else str(text)
-    return spelled if len(spelled) <= most else f"{spelled[:most]}…"
-
-
-def _name(text: str) -> str:
-    """Shorten a module name in the middle; its end, such as the layer number, says more than its start."""
-    first = MAX_NAME // 4
-    return text if len(text) <= MAX_NAME else f"{text[:first]}…{text[first + 1 - MAX_NAME :]}"
-
-
-def _breaking(name: str) -> Any:
-    """Let lines break after the dots and underscores of a name."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(name))))
 
 
 def _loss(loss: float) -> str:
@@ -397,8 +308,3 @@ def _loss(loss: float) -> str:
 
 def _tile(module: str) -> str:
     return f"module {module}" if module else WHOLE_MODEL
-
-
-def _sortable(value: float) -> float:
-    """Return a finite number, for the page to sort by; headroom is infinite where all numbers are zero."""
-    return value if math.isfinite(value) else math.copysign(1e9, value)

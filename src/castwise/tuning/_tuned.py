@@ -200,14 +200,14 @@ class Tuned(Shown):
         Returns:
             `path`.
         """
-        from castwise.comparison._drift_map import short
+        from castwise.comparison._drift_map import abbreviated
         from castwise.comparison._drift_report import write_drift_report
 
         points = [point for point in self.frontier.points if math.isfinite(point.error)]
         frontier = {
             "cost": [point.cost for point in points],
             "error": [point.error for point in points],
-            "labels": [short(_formats(point.policy)) for point in points],
+            "labels": [abbreviated(_formats(point.policy)) for point in points],
             "numbers": [1 + number for number, point in enumerate(self.frontier.points) if point in points],
             "chosen": [point.is_chosen for point in points],
             "tolerance": self.tolerance,

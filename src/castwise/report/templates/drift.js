@@ -5,14 +5,6 @@
   const controls = document.getElementById("bars-controls");
   const NARROW = 600, ROW = 26;
 
-  // plotly interprets some HTML in text.
-  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  // The end of a module name is more informative than its start.
-  const shortened = (name, room) => {
-    const characters = [...name], first = Math.floor(room / 4);
-    if (characters.length <= room) return name;
-    return `${characters.slice(0, first).join("")}…${characters.slice(first + 1 - room).join("")}`;
-  };
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   const layout = (plot, own) => {

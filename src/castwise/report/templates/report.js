@@ -78,15 +78,6 @@
     };
   };
 
-  // plotly interprets some HTML in text.
-  const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
-  // Like `_name` in the tables: the end of a module name is more informative than its start.
-  const shortened = (name, room) => {
-    const characters = [...name], first = Math.floor(room / 4);
-    if (characters.length <= room) return name;
-    return `${characters.slice(0, first).join("")}…${characters.slice(first + 1 - room).join("")}`;
-  };
-
   const layoutOf = (plot, figure, choice, style) => {
     const narrow = plot.clientWidth < NARROW;
     const layout = resolve({ ...figure.layout, ...choice.layout }, style);

@@ -6,6 +6,14 @@ const unpacked = async (id) => {
   const packed = bytes(document.getElementById(id).textContent);
   return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
 };
+// plotly interprets some HTML in text.
+const escaped = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+// Like names in the tables: the end of a module name is more informative than its start.
+const shortened = (name, room) => {
+  const characters = [...name], first = Math.floor(room / 4);
+  if (characters.length <= room) return name;
+  return `${characters.slice(0, first).join("")}…${characters.slice(first + 1 - room).join("")}`;
+};
 // Returns whether there is a library; where figures would be, the page says which file is missing.
 const loadPlotly = async () => {
   const holder = document.getElementById("plotly"), script = document.createElement("script"), { url } = holder.dataset;
