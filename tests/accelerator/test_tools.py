@@ -367,21 +367,23 @@ print(torch.stack([param.isfinite().all() for param in model.parameters()]).all(
 """
 
 
-@pytest.mark.parametrize("guard", [True, False])
-def test_without_a_scaler_a_guarded_run_names_line_and_sample_and_another_one_the_step(
-    guard: bool, tmp_path: Path
+@pytest.mark.parametrize("option", ["--guard", "--snapshots", None])
+def test_without_a_scaler_two_options_name_line_and_sample_and_a_run_without_them_the_step(
+    option: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(BF16)
-    run = castwise_command("run", *["--guard"] * guard, "train.py", cwd=tmp_path)
-    assert (run.returncode, run.stdout) == (0, f"{guard}\n"), run.stderr
-    if guard:
+    run = castwise_command("run", *([option] if option else []), "train.py", cwd=tmp_path)
+    assert (run.returncode, run.stdout) == (0, f"{option == '--guard'}\n"), run.stderr
+    if option:
         line = next(number for number, text in enumerate(BF16.splitlines(), 1) if "hidden / hidden" in text)
-        assert f"at train.py:{line}." in run.stderr
+        weights = ", with the weights of step 1" if option == "--snapshots" else ""
+        assert f"at train.py:{line}{weights}." in run.stderr
         assert "Sample 1 of the batch, dataset[37]." in run.stderr
         assert "finite without sample 1." in run.stderr
-    else:
+    if option != "--guard":
         assert "Training is lost from step 10 on" in run.stderr
-        assert "The batch of that step could not be replayed." in run.stderr
+    if not option:
+        assert "could not be replayed. On an accelerator, castwise run --snapshots or --guard" in run.stderr
 
 
 @simulated

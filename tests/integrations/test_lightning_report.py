@@ -116,7 +116,7 @@ def test_the_last_steps_of_two_optimizers_are_in_the_record(how: str, tmp_path: 
 
 
 def test_skipped_steps_are_diagnosed(tmp_path: Path) -> None:
-    fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path, on_nonfinite="diagnose")])
+    fit(ours("16-mixed"), callbacks=[ReportCallback(tmp_path, on_nonfinite="diagnose", snapshots=True)])
     recorded = Run.read(tmp_path)
     skipped = [step.step for step in recorded.steps if step.skipped]
     assert [found.step for found in recorded.diagnoses] == skipped

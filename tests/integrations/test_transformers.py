@@ -183,7 +183,7 @@ def test_a_trainers_accelerator_can_be_prepared(tmp_path: Path) -> None:
 
 def test_a_skipped_step_holds_the_learning_rate_and_is_explained(tmp_path: Path) -> None:
     """With the Trainer's own optimizer, a fused one, of whose skips Accelerate alone does not know."""
-    report = ReportCallback(tmp_path / "run", every=1, on_nonfinite="diagnose")
+    report = ReportCallback(tmp_path / "run", every=1, on_nonfinite="diagnose", snapshots=True)
     run = in_fp16(trainer(tmp_path, callbacks=[report]), 2.0**20)
     prepare(run.accelerator)
     run.train()

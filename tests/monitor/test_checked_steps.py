@@ -15,8 +15,10 @@ from torch.optim import SGD, AdamW, Optimizer
 import castwise
 from castwise import Monitor
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
+from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.monitor import Run
 from castwise.monitor import _checked_steps as checked_steps
+from castwise.monitor import _monitor as monitor_module
 from castwise.monitor import _step_check as step_check
 from castwise.monitor._run_files import run_in
 
@@ -55,9 +57,9 @@ def of(records: Records, kind: str) -> Records:
     return [record for record in records if record["kind"] == kind]
 
 
-def watched(model: nn.Module, optimizer: Optimizer, training: Callable[[], object]) -> Records:
+def watched(model: nn.Module, optimizer: Optimizer, training: Callable[[], object], **options: bool) -> Records:
     records: Records = []
-    with Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+    with Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose", **options):
         training()
     return records
 
@@ -335,14 +337,71 @@ def test_tensors_of_no_module_are_recorded_under_the_names_of_their_variables(tm
 # -- accelerators -----------------------------------------------------------------------------------------------------
 
 
+def call_it_an_accelerator(monkeypatch: Any) -> None:
+    """Call a CPU an accelerator, so that no step waits for its check."""
+    for module in (checked_steps, monitor_module):
+        monkeypatch.setattr(module, "device_of", lambda optimizer: torch.device("cuda"))
+    monkeypatch.setattr(LOSS_CODE, "backward_begins", lambda loss, is_finite: None)  # no loss is read there
+
+
 def test_on_an_accelerator_the_cause_comes_later_and_spoilt_weights_are_not_blamed(monkeypatch: Any) -> None:
-    """The device is a CPU's that is called an accelerator."""
-    monkeypatch.setattr(checked_steps, "device_of", lambda optimizer: torch.device("cuda"))
+    call_it_an_accelerator(monkeypatch)
     model = gated()
     optimizer = SGD(model.parameters(), 0.01)
     records = watched(model, optimizer, lambda: train(model, optimizer, {3}))
     assert [record["cause"] for record in of(records, "step")][:4] == [None, None, *["non-finite loss"] * 2]
     assert not of(records, "diagnosis")
+
+
+def test_on_an_accelerator_the_batch_is_replayed_with_kept_weights_and_nothing_changes(monkeypatch: Any) -> None:
+    call_it_an_accelerator(monkeypatch)
+    trained = []
+    for is_watched in (True, False):
+        model = gated()
+        optimizer = AdamW(model.parameters(), 0.01)
+        if is_watched:
+            records = watched(model, optimizer, lambda: train(model, optimizer, {20, 22}, steps=24), snapshots=True)  # noqa: B023
+        else:
+            train(model, optimizer, {20, 22}, steps=24)
+        trained.append(weights(model))
+    assert torch.equal(trained[0].view(torch.int32), trained[1].view(torch.int32))
+    (diagnosis,) = of(records, "diagnosis")
+    assert (diagnosis["step"], diagnosis["module"], diagnosis["op"]) == (20, "1", "aten.div")
+    assert diagnosis["summary"].endswith(f":{LINE_OF_DIVISION}, with the weights of step 17.")
+
+
+@pytest.mark.parametrize("rate", [0.01, 1e30])
+def test_on_an_accelerator_a_loss_is_blamed_only_if_the_output_was_finite_in_the_run(
+    rate: float, monkeypatch: Any
+) -> None:
+    call_it_an_accelerator(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), rate)
+
+    def training() -> None:
+        for step, batch in enumerate(batches(set(), steps=6), 1):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            (loss.sub(loss.detach()).log().mul(0.0) if step == 4 else loss).backward()
+            optimizer.step()
+
+    (diagnosis,) = of(watched(model, optimizer, training, snapshots=True), "diagnosis")
+    if rate < 1:
+        assert (diagnosis["step"], diagnosis["phase"]) == (4, "loss")
+        assert "the loss is not: check the loss function" in diagnosis["advice"]
+    else:
+        assert (diagnosis["phase"], diagnosis["remedy"]) == ("forward", "learning rate")
+        assert diagnosis["tried"] == "finite with the weights of step 1"
+        assert diagnosis["summary"] == "In the run the model's output was inf or NaN."
+
+
+def test_snapshots_are_for_diagnoses(tmp_path: Path) -> None:
+    model = gated()
+    with pytest.raises(ValueError, match='snapshots=True is for the replay of batches: pass on_nonfinite="diagnose"'):
+        Monitor(model, SGD(model.parameters(), 0.1), snapshots=True)
+    with pytest.raises(ValueError, match='snapshots=True is for the replay of batches: pass on_nonfinite="diagnose"'):
+        castwise.install(tmp_path, snapshots=True)
 
 
 def test_a_sum_of_squares_in_fp16_does_not_overflow() -> None:

@@ -82,6 +82,14 @@ def run(
     spikes: Annotated[
         bool, typer.Option("--spikes", help="Keep a copy of the weights, which tells what made the loss rise suddenly.")
     ] = False,
+    snapshots: Annotated[
+        bool,
+        typer.Option(
+            "--snapshots",
+            help="Keep weights of earlier steps, which tell a fault of the batch from one of the weights. On a GPU, "
+            "batches of taken steps are replayed with them.",
+        ),
+    ] = False,
     capsules: Annotated[
         int,
         typer.Option(
@@ -118,6 +126,8 @@ def run(
         if capsules < 0:
             raise UserError(f"--capsules must be at least 0, got {capsules}")
         check_name("--on-nonfinite", on_nonfinite, DIAGNOSES)
+        if snapshots and not DIAGNOSES[on_nonfinite]:
+            raise UserError("--snapshots is for diagnoses, which --on-nonfinite nothing turns off")
         exemptions = _exemptions(exempt or ())
         for level in fail_on or ():
             check_name("--fail-on", level, LEVELS)
@@ -144,7 +154,8 @@ def run(
     from castwise._cli.script import Ending, Script, Watching
 
     ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
-    watching = Watching(out, every, DIAGNOSES[on_nonfinite], guard, exemptions, spikes, capsules, shared_script)
+    diagnoses = DIAGNOSES[on_nonfinite]
+    watching = Watching(out, every, diagnoses, guard, exemptions, spikes, snapshots, capsules, shared_script)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
 
 

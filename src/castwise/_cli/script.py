@@ -55,6 +55,7 @@ class Watching(NamedTuple):
         guard: Whether to skip steps with an inf or NaN, also without a scaler.
         exemptions: Patterns of parameters that are exempt from invariants.
         spikes: Whether to keep what tells more of the cause of a spike.
+        snapshots: Whether to keep weights of earlier steps to replay batches with.
         capsules: Largest number of capsules of faults.
         shared_script: Whether reports load plotly.js from a file in the folder of runs.
     """
@@ -65,6 +66,7 @@ class Watching(NamedTuple):
     guard: bool
     exemptions: Mapping[str, Sequence[str]]
     spikes: bool
+    snapshots: bool
     capsules: int
     shared_script: bool
 
@@ -90,6 +92,7 @@ class Script:
             "skips": watching.guard,
             "invariants": watching.exemptions,
             "spikes": watching.spikes,
+            "snapshots": watching.snapshots,
             "capsules": watching.capsules,
             "shared_script": watching.shared_script,
         }

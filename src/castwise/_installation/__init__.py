@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from castwise._guard import Guard
 from castwise._installation.account import Account
@@ -37,6 +37,7 @@ def install(
     guard: bool = False,
     invariants: bool | Mapping[str, Sequence[str]] = True,
     spikes: bool = False,
+    snapshots: bool = False,
     capsules: int = 3,
     shared_script: bool = False,
 ) -> None:
@@ -62,12 +63,13 @@ def install(
         on_nonfinite: `"diagnose"` looks at the losses and gradients of each step before it is taken, and replays the
             batch of a step with an inf or NaN. For this, a step's batches and the buffers that a forward writes are
             kept, at most 64 MiB. On an accelerator such a step is known two steps later. The replay then uses the
-            weights of that time if a scaler has skipped the step, and there is none if the step was taken.
+            weights of that time if a scaler has skipped the step, and if it was taken those that `snapshots` has kept.
         guard: Skip steps with an inf or NaN in a gradient also where there is no scaler, as `schedules.Guard()` does.
             On an accelerator each step then waits for the device.
         invariants: Check in recorded runs what holds in every correct one; see `Monitor`. A mapping from invariants to
             patterns of parameter names exempts these.
         spikes: Keep in recorded runs what tells more of the cause of a sudden rise of the loss; see `Monitor`.
+        snapshots: Keep weights of earlier steps in the host's memory, to replay batches with; see `Monitor`.
         capsules: Largest number of capsules in a run's folder, >= 0: files with weights and batch of a diagnosed fault,
             to replay it elsewhere. See `castwise.diagnosis.Capsule`.
         shared_script: Load plotly.js in `report.html` from `castwise-plotly-<version>.js` in `out`, which reports of
@@ -77,7 +79,8 @@ def install(
         RuntimeError: castwise is already installed.
         TypeError: An argument has the wrong type.
         ValueError: `every` is not an integer >= 1, `capsules` is not an integer >= 0, `on_nonfinite` is invalid,
-            `on_nonfinite`, `guard` or `spikes` is set without `out`, or there is no invariant of a name.
+            `on_nonfinite`, `guard` or `spikes` is set without `out`, `snapshots` without `on_nonfinite`, or there is no
+            invariant of a name.
 
     Warns:
         RuntimeWarning: At the first step, if `out` cannot be written.
@@ -103,9 +106,19 @@ def install(
     diagnoses = math.inf if on_nonfinite else 0
     if spikes and out is None:
         raise ValueError("spikes=True requires a folder for its records: pass out=... too")
-    checked: dict[str, Any] = {"skips": guard, "invariants": invariants, "spikes": spikes, "capsules": capsules}
-    checked["shared_script"] = shared_script
-    account = Account(out, every, diagnoses, **checked)
+    if snapshots and not on_nonfinite:
+        raise ValueError('snapshots=True is for the replay of batches: pass on_nonfinite="diagnose" too')
+    account = Account(
+        out,
+        every,
+        diagnoses,
+        skips=guard,
+        invariants=invariants,
+        spikes=spikes,
+        snapshots=snapshots,
+        capsules=capsules,
+        shared_script=shared_script,
+    )
     begin(account, Settings(policy, schedule, weight_cache))
 
 
@@ -176,6 +189,7 @@ def installed(
     guard: bool = False,
     invariants: bool | Mapping[str, Sequence[str]] = True,
     spikes: bool = False,
+    snapshots: bool = False,
     capsules: int = 3,
     shared_script: bool = False,
 ) -> Iterator[None]:
@@ -191,6 +205,7 @@ def installed(
         guard: See `install`.
         invariants: See `install`.
         spikes: See `install`.
+        snapshots: See `install`.
         capsules: See `install`.
         shared_script: See `install`.
 
@@ -211,6 +226,7 @@ def installed(
         guard=guard,
         invariants=invariants,
         spikes=spikes,
+        snapshots=snapshots,
         capsules=capsules,
         shared_script=shared_script,
     )

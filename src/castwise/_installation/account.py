@@ -36,6 +36,7 @@ from castwise.amp._outcomes import Cause, StepFacts
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._capsule import MOST, Capsules
 from castwise.diagnosis._diagnosis import Diagnosis
+from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
@@ -71,6 +72,7 @@ class Account(Observer):
         skips: Whether to skip such steps where there is no scaler.
         invariants: Whether monitors check invariants, or what is exempt from them; see `Monitor`.
         spikes: Whether monitors look for spikes of the loss; see `Monitor`.
+        snapshots: Whether monitors keep weights of earlier steps; see `Monitor`.
         capsules: Largest number of capsules of faults.
         shared_script: Whether the report loads plotly.js from a file in the folder of runs.
 
@@ -87,12 +89,13 @@ class Account(Observer):
         skips: bool = False,
         invariants: bool | Mapping[str, Sequence[str]] = True,
         spikes: bool = False,
+        snapshots: bool = False,
         capsules: int = MOST,
         shared_script: bool = False,
     ) -> None:
         check_every(every)
         Exemptions(invariants)
-        self._invariants, self._spikes = invariants, spikes
+        self._invariants, self._spikes, self._snapshots = invariants, spikes, snapshots
         self._diagnoses, self._skips, self._capsules = diagnoses, skips, capsules
         self._recordings: dict[nn.Module, Recording] = {}  # for the first step
         self._has_seen_a_region = False
@@ -296,7 +299,7 @@ class Account(Observer):
         monitor = _LocalMonitor(model, optimizers, scaler, every=self._every, sinks=[sink], **watched)
         recording = self._recording_of(model)
         self._has_checked |= scaler is None
-        monitor.check(scaler, recording, self._diagnoses, skips=self._skips)
+        monitor.check(scaler, recording, self._diagnoses, skips=self._skips, snapshots=self._snapshots)
         if self._capsules and self.run is not None:
             monitor.capsules = Capsules(sink.path.parent, self.run, self._capsules)
         monitor.attach()
@@ -351,7 +354,7 @@ class _LocalMonitor(Monitor):
         if self._checks is not None:
             self._checks.file_saved(saved)
 
-    def check(self, scaler: Any, recording: Recording | None, most: float, *, skips: bool) -> None:
+    def check(self, scaler: Any, recording: Recording | None, most: float, *, skips: bool, snapshots: bool) -> None:
         """Set what is done with steps with an inf or NaN, before `attach`.
 
         Args:
@@ -360,6 +363,7 @@ class _LocalMonitor(Monitor):
             most: Largest number of diagnoses per cause, so that overflows during the search for the scale leave some
                 for a later NaN.
             skips: Whether to skip them if there is no scaler.
+            snapshots: Whether to keep weights of earlier steps to replay them with.
         """
         self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
         self._most_diagnoses, self._faults = most, Counter[Cause | None]()
@@ -369,13 +373,16 @@ class _LocalMonitor(Monitor):
             return
         self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
         self._recording.follow(lambda: self._steps.iteration)
+        self._weights = EarlierWeights() if snapshots else None
 
-    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+    def _diagnosed(
+        self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
+    ) -> Diagnosis | None:
         if facts.cause is not None and self._recording is not None:
             self._faults[facts.cause] += 1
             if self._faults[facts.cause] > self._most_diagnoses:
                 return None
-        diagnosis = Monitor._diagnosed(self, facts, batches)
+        diagnosis = Monitor._diagnosed(self, facts, batches, weights_of)
         if diagnosis and batches is not None and batches.at_fault is not None and self.capsules is not None:
             with self._guard:  # the step is recorded anyway
                 finite = loss_is_finite_of(facts.cause)

@@ -20,7 +20,7 @@ from castwise.diagnosis._origins import Birth, Phase
 from castwise.diagnosis._outlying_rows import has_huge_input, outlying_row
 from castwise.diagnosis._ranges import Range, Value, first_not_finite, range_of
 from castwise.diagnosis._remedies import Help, Remedy, remedy_of
-from castwise.diagnosis._trials import EarlierTrials, try_remedy
+from castwise.diagnosis._trials import LOWER_RATE, Past, try_remedy
 from castwise.policy._module_rules import named_modules
 from castwise.tracing._batches import Batch, arguments_of
 
@@ -97,6 +97,8 @@ class Diagnosis(Shown):
             diagnose again after fixing it.
         outside_region: Whether `diagnose` was called outside any autocast region.
         capsule: Path of the `Capsule` that a run has written for this fault; "" if there is none.
+        weights_of: The step whose weights were replayed, where those of the batch's own step are lost: on accelerators,
+            where a step without a scaler is taken before its fault is known. None otherwise.
     """
 
     found: bool
@@ -126,6 +128,7 @@ class Diagnosis(Shown):
     also: tuple[NonFinite, ...] = ()
     outside_region: bool = False
     capsule: str = ""
+    weights_of: int | None = None
 
     def __bool__(self) -> bool:
         return self.found
@@ -153,7 +156,11 @@ class Diagnosis(Shown):
 
     def _headline(self) -> str:
         loss = "" if self.loss is None else f" (loss {self.loss:.5g}, scale {self.scale:g})"
-        return f"{self.phase}: {self._what()}{loss}" if self.found else f"{_CLEAN}{loss}"
+        headline = f"{self.phase}: {self._what()}" if self.found else _CLEAN
+        return f"{headline}{self._weights()}{loss}"
+
+    def _weights(self) -> str:
+        return "" if self.weights_of is None else f", with the weights of step {self.weights_of:,}"
 
     def _blocks(self) -> Iterator[Block]:
         yield self._headline()
@@ -179,7 +186,7 @@ class Diagnosis(Shown):
     def summary(self) -> str:
         """The result in one sentence."""
         if not self.found:
-            return "The replay of this batch gave a finite loss and finite gradients."
+            return f"The replay of this batch gave a finite loss and finite gradients{self._weights()}."
         if self.phase == "weight" or not self.op:
             what = self._what()
         else:
@@ -188,7 +195,7 @@ class Diagnosis(Shown):
             inside = "" if self.phase == "loss" and self.in_loss else f" in {where}"
             what = f"in the {self.phase}, {self._op()}{inside} {self._gives()}{reached}"
         at = f", at {self.line}" if self.line else ""
-        return f"{what[:1].upper()}{what[1:]}{at}."
+        return f"{what[:1].upper()}{what[1:]}{at}{self._weights()}."
 
     @property
     def sample(self) -> str:
@@ -226,6 +233,8 @@ class Diagnosis(Shown):
         reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
         if not self.op and self.phase == "loss" and self.loss is None:
             return f"the gradient of the model's output is {self.value}"
+        if not self.op and self.phase == "forward":
+            return "in the run the model's output was inf or NaN"
         if not self.op:
             return f"{self.value or 'a non-finite value'} of unknown origin{reached}"
         return f"{_where(self.module, self.in_loss)}: {self._op()} {self._gives()}{reached}"
@@ -297,7 +306,7 @@ def diagnose_loss(case: OfLoss, scale: float) -> Diagnosis:
         Exception: Whatever the model or the loss raises.
     """
     found = find(case, scale)
-    return _diagnosis(found, case, scale, case.loss)
+    return _diagnosis(found, case, scale, case.loss, Past())
 
 
 def diagnose_replay(
@@ -310,8 +319,7 @@ def diagnose_replay(
     region: Callable[[], AbstractContextManager[Any]] = nullcontext,
     loss_is_finite: bool | None = None,
     with_backward: bool = True,
-    usual: float | None = None,
-    earlier: EarlierTrials | None = None,
+    past: Past | None = None,
 ) -> Diagnosis:
     """Diagnose without a loss: start the backward from gradients of the model's output.
 
@@ -328,14 +336,25 @@ def diagnose_replay(
         region: Returns the context manager for the forward; called once per replay.
         loss_is_finite: Whether the loss was finite; None if it is not known.
         with_backward: If False, look for faults of the forward only.
-        usual: The largest magnitude of the output in recent steps; None if it is not known.
-        earlier: Remedies that were tried before in this run.
+        past: The run before this batch.
 
     Raises:
         Exception: Whatever the model raises.
     """
     case = OfOutput(_unwrapped(model), args, kwargs, output_gradients, scale, region, loss_is_finite, with_backward)
-    return _diagnosis(find(case, scale), case, scale, None, usual, earlier)
+    return _diagnosis(find(case, scale), case, scale, None, past or Past())
+
+
+def of_other_weights(step: int, scale: float) -> Diagnosis:
+    """Return the diagnosis of an output that was not finite in the run and is with the weights of an earlier step."""
+    return Diagnosis(
+        True,
+        "forward",
+        scale=scale,
+        remedy="learning rate",
+        advice=f"the steps since step {step:,} have made it so. {LOWER_RATE}",
+        tried=f"finite with the weights of step {step:,}",
+    )
 
 
 def _diagnosis(
@@ -343,8 +362,7 @@ def _diagnosis(
     case: Case,
     scale: float,
     loss: float | None,
-    usual: float | None = None,
-    earlier: EarlierTrials | None = None,
+    past: Past,
 ) -> Diagnosis:
     fault, others = found.fault, tuple(map(_non_finite, found.others))
     if fault is None:
@@ -352,7 +370,7 @@ def _diagnosis(
     is_huge = fault.birth is not None and has_huge_input(fault.birth.inputs)
     row = outlying_row(case.model) if is_huge else None
     help_ = remedy_of(fault, scale) if row is None else Help("weight", str(row))
-    tried = try_remedy(case, fault, help_, scale, usual, row, {} if earlier is None else earlier)
+    tried = try_remedy(case, fault, help_, scale, row, past)
     remedy, advice, code = tried.help
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)

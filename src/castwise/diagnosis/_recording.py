@@ -20,12 +20,13 @@ from castwise.amp._gradients import is_plain
 from castwise.amp._outcomes import Cause
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._cases import outputs_of
-from castwise.diagnosis._diagnosis import Diagnosis, NonFinite, diagnose_replay
+from castwise.diagnosis._diagnosis import Diagnosis, NonFinite, diagnose_replay, of_other_weights
+from castwise.diagnosis._earlier_weights import WeightsOfStep
 from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES, LoadedBatch
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._replay import is_replaying
-from castwise.diagnosis._trials import EarlierTrials
+from castwise.diagnosis._trials import EarlierTrials, Past
 from castwise.tracing._module_hooks import ModuleHooks
 
 MOST = 64  # micro-batches kept per step
@@ -51,7 +52,8 @@ class MicroBatch:
         is_condensed: Whether the gradients were too large to keep.
         loaded: The batches that data loaders had yielded last.
         usual: The largest magnitudes of the output in some recent forwards, shape () each.
-        earlier: The remedies that were tried for this model.
+        trials: The remedies that were tried for this model.
+        largest: The largest magnitude of the output, shape (), on its device; None if it was not measured.
     """
 
     model: nn.Module
@@ -63,7 +65,8 @@ class MicroBatch:
     is_condensed: bool = False
     loaded: tuple[LoadedBatch, ...] = ()
     usual: tuple[torch.Tensor, ...] = ()
-    earlier: EarlierTrials = field(default_factory=dict)
+    trials: EarlierTrials = field(default_factory=dict)
+    largest: torch.Tensor | None = None
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the output at `place`."""
@@ -84,6 +87,10 @@ class MicroBatch:
         """Return True if a gradient of the output is not finite."""
         return not all(gradient.isfinite().all() for gradient in self.gradients.values())
 
+    def had_bad_output(self) -> bool:
+        """Return True if the output is known not to have been finite in the run."""
+        return self.largest is not None and not math.isfinite(self.largest.item())
+
     def is_known_to_be_finite(self) -> bool:
         """Return True if the gradients are condensed and finite, so a replay would show nothing."""
         return self.is_condensed and bool(self.gradients) and not self.has_bad_gradients()
@@ -92,9 +99,10 @@ class MicroBatch:
         """Return True if the backward can be replayed."""
         return bool(self.gradients) and not self.is_condensed
 
-    def diagnose(self, scale: float, loss_is_finite: bool | None, with_backward: bool) -> Diagnosis:
-        """Replay the micro-batch with the model's current weights."""
-
+    def diagnose(
+        self, scale: float, loss_is_finite: bool | None, with_backward: bool, weights: WeightsOfStep | None = None
+    ) -> Diagnosis:
+        """Replay the micro-batch with the model's current weights. Remedies are also tried with those of `weights`."""
         gradients = [self.gradients.get(place) for place in range(self.outputs)]
         diagnosis = diagnose_replay(
             self.model,
@@ -105,8 +113,7 @@ class MicroBatch:
             region=lambda: self.inputs.applied(self.model),
             loss_is_finite=loss_is_finite,
             with_backward=with_backward,
-            usual=self._usual_size(),
-            earlier=self.earlier,
+            past=Past(self._usual_size(), self.trials, weights),
         )
         if diagnosis.samples:
             diagnosis = replace(diagnosis, dataset_indices=self._dataset_indices(diagnosis.samples))
@@ -145,6 +152,7 @@ class MicroBatches:
         """The micro-batch that the diagnosis is of."""
         self._diagnosis: Diagnosis | None = None
         self._is_diagnosed = False
+        self._weights: WeightsOfStep | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -170,7 +178,18 @@ class MicroBatches:
             self._diagnosis = replace(self._diagnosis, capsule=path)
         return self._diagnosis
 
-    def diagnose(self, scale: float, cause: Cause | None = None) -> Diagnosis | None:
+    @property
+    def is_diagnosed(self) -> bool:
+        """Whether `diagnose` was called."""
+        return self._is_diagnosed
+
+    def diagnose(
+        self,
+        scale: float,
+        cause: Cause | None = None,
+        weights: WeightsOfStep | None = None,
+        weights_of: int | None = None,
+    ) -> Diagnosis | None:
         """Replay the micro-batches in order until one has a fault. Later calls return the same result.
 
         If no model is at fault, the fault in the code of the loss is returned, if one is known.
@@ -178,12 +197,15 @@ class MicroBatches:
         Args:
             scale: Scale of the step's losses.
             cause: Why the step was skipped, if the scaler knows; it tells whether the losses were finite.
+            weights: Weights of an earlier step to try too.
+            weights_of: The step whose weights the models have now, if those of the batches' own step are lost.
 
         Returns:
             None if no fault was found and not every micro-batch could be replayed in full, or if none was recorded.
         """
         if not self._is_diagnosed:
             self._is_diagnosed = True  # even if it raises: it would raise again
+            self._weights = weights
             loss_is_finite = loss_is_finite_of(cause)
             self._diagnosis = replayed = self._first_fault(scale, loss_is_finite)
             is_explained = (
@@ -197,7 +219,17 @@ class MicroBatches:
                 if of_loss and self.at_fault is None:
                     bad = (batch for batch in self._batches if batch.has_bad_gradients())
                     self.at_fault = next(bad, self._batches[-1] if self._batches else None)
+            if self._diagnosis is not None and weights_of is not None:
+                self._diagnosis = self._with_other_weights(self._diagnosis, scale, weights_of)
         return self._diagnosis
+
+    def _with_other_weights(self, replayed: Diagnosis, scale: float, step: int) -> Diagnosis:
+        """Return what a replay with the weights of another step shows."""
+        blames_loss = replayed.found and replayed.phase == "loss" and not replayed.op
+        if blames_loss and any(batch.had_bad_output() for batch in self._batches):
+            self.at_fault = None
+            return of_other_weights(step, scale)
+        return replace(replayed, weights_of=step)
 
     def _first_fault(self, scale: float, loss_is_finite: bool | None) -> Diagnosis | None:
         # A batch whose loss was dropped without a backward (`continue`) is not part of the step.
@@ -206,13 +238,13 @@ class MicroBatches:
         # Several batches may share one loss, and one bad batch then makes the gradients of all non-finite.
         bad = [] if loss_is_finite else [batch for batch in suspects if batch.has_bad_gradients()]
         for batch in bad if len(bad) > 1 else []:
-            if diagnosis := batch.diagnose(scale, loss_is_finite, with_backward=False):
+            if diagnosis := batch.diagnose(scale, loss_is_finite, with_backward=False, weights=self._weights):
                 self.at_fault = batch
                 return diagnosis
         harmless: list[NonFinite] = []
         of_loss: Diagnosis | None = None
         for batch in suspects:
-            diagnosis = batch.diagnose(scale, loss_is_finite, with_backward=True)
+            diagnosis = batch.diagnose(scale, loss_is_finite, with_backward=True, weights=self._weights)
             if diagnosis and (diagnosis.op or diagnosis.phase != "loss"):
                 self.at_fault = batch
                 return diagnosis
@@ -250,9 +282,11 @@ class Recording:
         self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
         self._sizes: dict[nn.Module, deque[torch.Tensor]] = {}
-        self._tried: dict[nn.Module, EarlierTrials] = {}
+        self._trials: dict[nn.Module, EarlierTrials] = {}
         self._forwards = 0
         self._batches = MicroBatches()
+        self.measures_each = False
+        """Whether to measure the output of each forward: batches are replayed with the weights of other steps."""
 
     def attach(self) -> None:
         """Start recording. Does nothing if already started."""
@@ -301,9 +335,9 @@ class Recording:
                 began = LOSS_CODE.forward_begins()
                 inputs = self._inputs[model].keep(args, kwargs, self._most_bytes - self._nbytes)
                 usual = tuple(self._sizes.get(model, ()))
-                tried = self._tried.setdefault(model, {})
+                trials = self._trials.setdefault(model, {})
                 recent = LOADED_BATCHES.recent
-                batch = MicroBatch(model, name, inputs, began, loaded=recent, usual=usual, earlier=tried)
+                batch = MicroBatch(model, name, inputs, began, loaded=recent, usual=usual, trials=trials)
         self._begun.append(batch)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -330,17 +364,19 @@ class Recording:
         self._nbytes += nbytes
         self._batches.append(batch)
         LOSS_CODE.forward_ends(batch.began, outputs)
-        self._measure(model, outputs)
+        self._measure(batch, outputs)
 
-    def _measure(self, model: nn.Module, outputs: list[torch.Tensor]) -> None:
+    def _measure(self, batch: MicroBatch, outputs: list[torch.Tensor]) -> None:
         """Measure the size of the outputs of some forwards, on their device."""
         self._forwards += 1
-        if self._forwards > _MEASURED_FIRST and self._forwards % _MEASURED_EVERY:
+        is_usual = self._forwards <= _MEASURED_FIRST or self._forwards % _MEASURED_EVERY == 0
+        if not (is_usual or self.measures_each):
             return
         peaks = [_peak(output.detach()).float() for output in outputs if is_plain(output) and not output.is_nested]
         if peaks:
-            sizes = self._sizes.setdefault(model, deque(maxlen=_SIZES))
-            sizes.append(peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax())
+            batch.largest = peaks[0] if len(peaks) == 1 else torch.stack(peaks).amax()
+            if is_usual:
+                self._sizes.setdefault(batch.model, deque(maxlen=_SIZES)).append(batch.largest)
 
     @guarded
     def _add(self, batch: MicroBatch, place: int, gradient: torch.Tensor | None) -> None:

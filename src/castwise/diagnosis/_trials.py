@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from castwise._torch_private import TorchDispatchMode
 from castwise.amp._devices import has_autocast
 from castwise.amp.autocast_mode import autocast
 from castwise.diagnosis._cases import outputs_of
+from castwise.diagnosis._earlier_weights import WeightsOfStep
 from castwise.diagnosis._fault_search import Case, Fault, named_parameters, replay, without_cached_casts
 from castwise.diagnosis._op_facts import tensors_of, written_and_read
 from castwise.diagnosis._origins import Birth
@@ -34,10 +35,13 @@ STEPS = 10
 _FORWARDS_OF_A_STEP = 3  # a backward takes as long as two forwards
 SANE = 30.0
 """A cure gives outputs of a sane size: at most so many times as large as those of recent steps."""
+GROWN = 3.0
+"""Weights that have grown to so many times their norm in a few steps are not what a batch was meant for."""
 _MOST_BAD = 8  # samples that are looked for
 _MOST_MODULES = 4  # that are kept in fp32 by name; if it takes more, all of the model is
 _EARLIER = "untried on this batch: finite on the first one with this fault"
 ALL_IN_FP32 = "run all of the model in fp32"
+LOWER_RATE = "Lower the learning rate, warm it up, or clip the gradient norm"
 
 Outcome = Literal["finite", "not finite", "unknown"]
 
@@ -61,6 +65,21 @@ EarlierTrials = dict[tuple[str, ...], Help]
 """What was tried instead of a remedy, or with it, on the first batch of a run with a fault, by fault."""
 
 
+@dataclass(frozen=True)
+class Past:
+    """The run before a batch, as far as it is known.
+
+    Args:
+        usual: The largest magnitude of the output in recent steps; None if it is not known.
+        trials: Remedies that were tried before, to which more are added.
+        weights: The weights of an earlier step; None if none were kept.
+    """
+
+    usual: float | None = None
+    trials: EarlierTrials = field(default_factory=dict)
+    weights: WeightsOfStep | None = None
+
+
 class _Run(NamedTuple):
     outcome: Outcome
     largest: float = 0.0
@@ -75,9 +94,8 @@ def try_remedy(
     fault: Fault,
     help_: Help,
     scale: float,
-    usual: float | None,
     row: OutlyingRow | None,
-    earlier: EarlierTrials,
+    past: Past,
 ) -> Tried:
     """Try a remedy on the batch of a fault, within the time of 10 steps or 2 s. All state is restored.
 
@@ -89,9 +107,8 @@ def try_remedy(
         fault: The fault of its replay.
         help_: The remedy that the replay suggests.
         scale: The scale of the loss.
-        usual: The largest magnitude of the output in recent steps; None if it is not known.
         row: A row of a weight that is far larger than the others.
-        earlier: Trials of the run, to which this one is added.
+        past: The run before.
     """
     if fault.is_due_to_scale:
         return Tried(help_, "finite at scale 1")
@@ -101,12 +118,12 @@ def try_remedy(
     if fault.has_collectives and has_several_ranks():
         return Tried(help_, "untried: the forward exchanges tensors with other ranks", _bad_rows(case, birth))
     try:
-        trials, key = _Trials(case, birth, scale, usual), (birth.phase, birth.module or "", birth.op, str(birth.place))
-        if help_.remedy == "float32" and key in earlier:
-            return trials.after(earlier[key])
+        trials, key = _Trials(case, birth, scale, past), (birth.phase, birth.module or "", birth.op, str(birth.place))
+        if help_.remedy == "float32" and key in past.trials:
+            return trials.after(past.trials[key])
         tried = trials.of(help_, row)
         if help_.remedy == "float32" and (tried.result.startswith("finite") or not tried.help.remedy):
-            earlier[key] = tried.help
+            past.trials[key] = tried.help
         return tried
     except _OutOfTimeError:
         return Tried(help_, "untried: time ran out", _bad_rows(case, birth))
@@ -118,8 +135,9 @@ class _Trials:
     A forward that raises tells nothing.
     """
 
-    def __init__(self, case: Case, birth: Birth, scale: float, usual: float | None) -> None:
-        self._case, self._birth, self._scale, self._usual = case, birth, scale, usual
+    def __init__(self, case: Case, birth: Birth, scale: float, past: Past) -> None:
+        self._case, self._birth, self._scale = case, birth, scale
+        self._usual, self._weights = past.usual, past.weights
         self._began = time.perf_counter()
         self._limit = SECONDS
         self._device_types = sorted(
@@ -137,8 +155,8 @@ class _Trials:
         if help_.remedy == "float32":
             return self._in_float32(help_)
         if help_.remedy == "weight":
-            return Tried(help_, "untried: it needs a checkpoint")
-        return self._without_samples(help_)
+            return self._with_earlier_weights(help_) or Tried(help_, "untried: it needs a checkpoint")
+        return self._without_samples_or_growth(help_)
 
     def after(self, help_: Help) -> Tried:
         """Try what remains to be tried after formats were, on another batch with the same fault."""
@@ -181,21 +199,45 @@ class _Trials:
         if run.outcome == "unknown":
             return Tried(help_, "untried: the forward cannot be run so")
         if run.outcome == "not finite":
-            return self._without_samples(_no_format_helps(self._birth))
+            return self._without_samples_or_growth(_no_format_helps(self._birth))
         if not self._is_sane(run):
-            return Tried(self._diverged(run), "untried: it needs steps that cannot be repeated")
+            return self._diverged(run)
         if not self._birth.module:
             return Tried(help_, "finite with all of the model in fp32")
         advice = f"{ALL_IN_FP32}: {self._birth.module} in fp32 is not enough, as other modules overflow too"
         return Tried(Help("float32", advice, f'with castwise.autocast("{self._device}", enabled=False):'), "finite")
 
-    def _diverged(self, run: _Run) -> Help:
-        times = run.largest / (self._usual or 1.0)
-        return Help(
-            "learning rate",
-            f"a wider format is no cure: in fp32 the output is finite and {times:.2g} times as large as in recent "
-            "steps. Lower the learning rate, warm it up, or clip the gradient norm",
+    def _diverged(self, run: _Run) -> Tried:
+        times = f"{run.largest / (self._usual or 1.0):.2g} times as large as in recent steps"
+        too_large = f"a wider format is no cure: in fp32 the output is finite and {times}"
+        help_ = Help("learning rate", f"{too_large}. {LOWER_RATE}")
+        if self._weights is None:
+            return Tried(help_, "untried: it needs steps that cannot be repeated")
+        if (tried := self._with_earlier_weights(help_)) is not None:
+            return tried
+        return self._without_samples(
+            Help("input", f"{too_large}, also with the weights of step {self._weights.step:,}: check the batch")
         )
+
+    def _with_earlier_weights(self, help_: Help) -> Tried | None:
+        """Return what the weights of an earlier step give, if that is finite and of a sane size."""
+        if self._weights is None:
+            return None
+        run = self._run(around=self._weights.applied)
+        if run.outcome != "finite" or not self._is_sane(run):
+            return None
+        return Tried(help_, f"finite with the weights of step {self._weights.step:,}")
+
+    def _without_samples_or_growth(self, help_: Help) -> Tried:
+        """Look for samples at fault, and before that, if the weights have grown since an earlier step, try those."""
+        growth = 0.0 if self._weights is None else self._weights.growth()
+        if self._weights is not None and growth >= GROWN:
+            since = f"the weights have grown to {growth:.2g} times their norm since step {self._weights.step:,}"
+            tried = self._with_earlier_weights(Help("learning rate", f"{since}. {LOWER_RATE}"))
+            if tried is not None:
+                return tried
+        tried = self._without_samples(help_)
+        return tried if tried.samples else self._with_earlier_weights(help_) or tried
 
     def _without_row(self, help_: Help, row: OutlyingRow) -> Tried:
         weight = next(param for name, _, param in named_parameters(self._case.model) if name == row.name)

@@ -163,6 +163,7 @@ def report(
     every: int = 100,
     *,
     on_nonfinite: Literal["diagnose"] | None = None,
+    snapshots: bool = False,
 ) -> Monitor:
     """Record the numerics of a training run, and write `report.html` when it ends.
 
@@ -175,6 +176,7 @@ def report(
         folder: Folder for the records (`monitor.jsonl.gz`) and the report.
         every: Steps between two samples, >= 1.
         on_nonfinite: `"diagnose"` replays the batch of a step with an inf or NaN; see `Monitor`.
+        snapshots: Whether to keep weights of earlier steps for that, which in bf16 on an accelerator needs them.
 
     Returns:
         The monitor, for example to set its `step`, because Accelerate does not count steps.
@@ -198,7 +200,13 @@ def report(
         )
     sink = JSONL(folder)
     monitor = Monitor(
-        models[0], optimizers, accelerator.scaler, every=every, sinks=[sink], on_nonfinite=on_nonfinite
+        models[0],
+        optimizers,
+        accelerator.scaler,
+        every=every,
+        sinks=[sink],
+        on_nonfinite=on_nonfinite,
+        snapshots=snapshots,
     ).attach()
     theirs = accelerator.end_training
 

@@ -119,6 +119,7 @@ class ReportCallback(Report, pl.Callback):
         every: Steps between two samples, >= 1.
         on_nonfinite: `"diagnose"` finds the op that made a step's first inf or NaN, if `training_step` calls the module
             itself, `self(x)`; see `castwise.Monitor`.
+        snapshots: Whether to keep weights of earlier steps for that, which in bf16 on an accelerator needs them.
 
     Raises:
         TypeError: In `fit`, if the Trainer has a torch scaler, as with Lightning's own plugin for fp16.

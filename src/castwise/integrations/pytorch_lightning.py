@@ -60,4 +60,5 @@ class ReportCallback(Report, pl.Callback):
         folder: As in `castwise.integrations.lightning.ReportCallback`.
         every: As in `castwise.integrations.lightning.ReportCallback`.
         on_nonfinite: As in `castwise.integrations.lightning.ReportCallback`.
+        snapshots: As in `castwise.integrations.lightning.ReportCallback`.
     """

@@ -43,6 +43,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
         folder: Folder for the records (`monitor.jsonl.gz`) and the report.
         every: Steps between two samples, >= 1.
         on_nonfinite: `"diagnose"` replays the batch of a step with an inf or NaN; see `Monitor`.
+        snapshots: Whether to keep weights of earlier steps for that, which in bf16 on an accelerator needs them.
 
     Raises:
         TypeError: When training starts, if the scaler is torch's.
@@ -58,9 +59,15 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], every: int = 100, *, on_nonfinite: Literal["diagnose"] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        every: int = 100,
+        *,
+        on_nonfinite: Literal["diagnose"] | None = None,
+        snapshots: bool = False,
     ) -> None:
-        self.folder, self._every, self._on_nonfinite = Path(folder), every, on_nonfinite
+        self.folder, self._every = Path(folder), every
+        self._on_nonfinite, self._snapshots = on_nonfinite, snapshots
         self._end_if_failed: weakref.finalize[Any, ReportCallback] | None = None
 
     def on_train_begin(
@@ -94,6 +101,7 @@ class ReportCallback(TrainerCallback):  # type: ignore[misc]  # mypy does not fo
             every=self._every,
             sinks=[sink],
             on_nonfinite=self._on_nonfinite,
+            snapshots=self._snapshots,
         ).attach()
         record = sink if state.is_world_process_zero else None
         self._end_if_failed = weakref.finalize(self, _end, monitor, record, RuntimeError("training failed"))

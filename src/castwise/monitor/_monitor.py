@@ -23,9 +23,11 @@ from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_compiled, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
+from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import Cause, StepFacts
 from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
+from castwise.monitor._checked_steps import device_of
 from castwise.monitor._iterations import Iteration, Iterations
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._quantized_layers import QuantizedLayers
@@ -50,6 +52,7 @@ from castwise.tracing._module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
     from castwise.diagnosis._diagnosis import Diagnosis
+    from castwise.diagnosis._earlier_weights import EarlierWeights
     from castwise.diagnosis._recording import MicroBatches, Recording
     from castwise.monitor._step_check import Checked
 
@@ -109,11 +112,11 @@ class Monitor:
             other sinks (`sinks.RecordSink`). A sink that fails is dropped with a warning.
         on_nonfinite: `"diagnose"` replays the batch of a step with an inf or NaN and records the module and op that
             made the first. The last result is in `diagnosis`. Without a scaler, each step is checked and replayed
-            before it is taken, except on an accelerator, where only the cause is recorded; losses are read where
-            `backward` is called. This keeps the inputs of a step's last 64 forwards, and the gradients of the outputs
-            of the last 8 (each as large as the model's output, such as logits), until the outcome of the step is known;
-            on an accelerator that takes two more steps. Forwards before these 8 are replayed only if the gradients of
-            their outputs are not finite.
+            before it is taken, except on an accelerator, where only the cause is recorded unless `snapshots` is set;
+            losses are read where `backward` is called. This keeps the inputs of a step's last 64 forwards, and the
+            gradients of the outputs of the last 8 (each as large as the model's output, such as logits), until the
+            outcome of the step is known; on an accelerator that takes two more steps. Forwards before these 8 are
+            replayed only if the gradients of their outputs are not finite.
         invariants: True checks what holds in every correct run, such as that each parameter with a gradient is in an
             optimizer and changes. What is broken is recorded and reported once, as a RuntimeWarning. A mapping from
             invariants to patterns of parameter names (`fnmatch`) exempts these: `{"never-updated": ["experts.*"]}`.
@@ -121,12 +124,17 @@ class Monitor:
         spikes: Whether to look for what makes the loss rise suddenly; checks invariants too. Losses are read, as with
             `on_nonfinite`. On a CPU, a copy of the weights is kept, which tells the element and the bit that something
             else than the optimizer has written, and the gradient of each step is searched for single large elements.
+        snapshots: Whether to copy the trained weights to the host's memory every 16 steps, and keep two such copies. On
+            an accelerator the batch of the first step that is taken with an inf or NaN is then replayed with the
+            weights of the latest copy from before it. Everywhere, remedies are tried with the weights of the older
+            copy, which tells a fault of the batch from one that training has led to. For `on_nonfinite`.
 
     Raises:
         FileExistsError: A sink's file exists and is not a record.
         TypeError: `optimizer` is not an optimizer, the scaler does not report its steps (torch's does not), a sink is
             neither a path nor a function, or `invariants` is neither a bool nor a mapping to lists of patterns.
-        ValueError: `every` or `on_nonfinite` is out of range, there is no optimizer, or no invariant of a name.
+        ValueError: `every` or `on_nonfinite` is out of range, `snapshots` is set without `on_nonfinite`, there is no
+            optimizer, or no invariant of a name.
 
     Example:
         >>> import castwise
@@ -152,8 +160,9 @@ class Monitor:
         on_nonfinite: Literal["diagnose"] | None = None,
         invariants: bool | Mapping[str, Sequence[str]] = False,
         spikes: bool = False,
+        snapshots: bool = False,
     ) -> None:
-        _check(every, on_nonfinite)
+        _check(every, on_nonfinite, snapshots)
         self._exemptions = Exemptions(invariants) if invariants is not False or spikes else None
         self._spikes = spikes
         self._model, self._scaler, self._every = model, scaler, every
@@ -163,8 +172,9 @@ class Monitor:
         self._activations = Activations(model)
         self._quantized = QuantizedLayers(model)
         self._recording = _recording_of(model, self._steps) if on_nonfinite else None
+        self._weights = _earlier_weights() if snapshots else None
         self._is_checked = (on_nonfinite is not None or spikes) and not self._steps.is_scaled
-        self._skips_faults = False
+        self._skips_faults = self._has_lost_weights = False
         self._guard = Guard()
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
@@ -253,6 +263,7 @@ class Monitor:
         if self._is_checked and isinstance(source, UnscaledSteps):
             self._handles.append(source.register_check(self._on_fault, skips=self._skips_faults))
         if self._recording is not None:
+            self._recording.measures_each = self._weights is not None and self._is_late
             with self._guard:  # steps are recorded without diagnoses
                 self._recording.attach()
         with self._guard:  # and without outputs, as those of scripted modules
@@ -344,6 +355,8 @@ class Monitor:
             iteration.rates[optimizer] = rate_of(optimizer)
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
+            if self._weights is not None:
+                self._weights.keep(self._numbers.next, [each for one in self._optimizers for each in params_of(one)])
         if iteration.sample is not None:
             iteration.sample.measure_gradients(optimizer, scale)
             iteration.sample.keep_weights(optimizer)
@@ -421,8 +434,10 @@ class Monitor:
             diagnosis = self._diagnosed(facts, batches)
             if not _is_explained(diagnosis):
                 WATCH.judged(facts.loss, facts.cause is None)
-        else:  # `_on_fault` has replayed them
+        elif batches is None or batches.is_diagnosed or not self._is_late:  # `_on_fault` has replayed them
             diagnosis = None if batches is None else batches.diagnosis
+        else:
+            diagnosis = self._replayed_late(facts, batches)
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
             facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
         self._record_step(facts, iteration, diagnosis)
@@ -492,17 +507,38 @@ class Monitor:
             iteration.is_combined = True
         return agreed(known, self._ranks.world_size)
 
-    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+    def _diagnosed(
+        self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
+    ) -> Diagnosis | None:
         if facts.cause is None:
             return None
         self.diagnosis = None
         if batches is not None:
+            earlier = None if self._weights is None else self._weights.earlier(facts.number)
             try:
-                self.diagnosis = batches.diagnose(facts.scale, facts.cause)
+                self.diagnosis = batches.diagnose(facts.scale, facts.cause, earlier, weights_of)
             except Exception as error:
                 text = f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}"
                 warn_or_print(text, RuntimeWarning)
         return self.diagnosis
+
+    @property
+    def _is_late(self) -> bool:
+        """Whether steps are taken before it is known that a loss or a gradient is not finite."""
+        return (
+            self._is_checked
+            and not self._skips_faults
+            and any(device_of(optimizer).type != "cpu" for optimizer in self._optimizers)
+        )
+
+    def _replayed_late(self, facts: StepFacts, batches: MicroBatches) -> Diagnosis | None:
+        """Replay the batch of the first step that was taken with an inf or NaN, with weights from before it."""
+        kept = None if self._weights is None or self._has_lost_weights else self._weights.latest(facts.number)
+        if kept is None or facts.cause is None:
+            return None
+        self._has_lost_weights = True
+        with kept.applied():
+            return self._diagnosed(facts, batches, weights_of=kept.step)
 
     def _note_alone(self, step: int) -> None:
         """Record once from which step on, and why, the ranks' results are not combined."""
@@ -539,10 +575,12 @@ def check_every(every: int) -> None:
         raise ValueError(f"every must be an integer >= 1, got {every!r}")
 
 
-def _check(every: int, on_nonfinite: object) -> None:
+def _check(every: int, on_nonfinite: object, snapshots: bool) -> None:
     check_every(every)
     if on_nonfinite not in (None, "diagnose"):
         raise ValueError(f'on_nonfinite must be "diagnose" or None, got {on_nonfinite!r}')
+    if snapshots and on_nonfinite is None:
+        raise ValueError('snapshots=True is for the replay of batches: pass on_nonfinite="diagnose" too')
 
 
 def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
@@ -565,3 +603,9 @@ def _recording_of(model: nn.Module, steps: StepSource) -> Recording:
     from castwise.diagnosis._recording import Recording
 
     return Recording(model, lambda: steps.iteration)
+
+
+def _earlier_weights() -> EarlierWeights:
+    from castwise.diagnosis._earlier_weights import EarlierWeights
+
+    return EarlierWeights()

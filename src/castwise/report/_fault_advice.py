@@ -47,6 +47,9 @@ def taken_steps(facts: RunFacts) -> Iterator[Advice]:
     if not diagnosed:
         text += " Models that are split over ranks are not" if is_split else " The batch of that step could not be"
         text += " replayed."
+        about = facts.run.about
+        if about is not None and about.device != "cpu" and not is_split:
+            text += " On an accelerator, castwise run --snapshots or --guard replays it."
     evidence: dict[str, Measured] = {
         "first_step": taken[0],
         "affected_steps": len(taken),

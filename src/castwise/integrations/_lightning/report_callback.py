@@ -18,9 +18,15 @@ class Report:
     """Monitors a run from its first to its last step, however it ends, and writes the report."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], every: int = 100, *, on_nonfinite: Literal["diagnose"] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        every: int = 100,
+        *,
+        on_nonfinite: Literal["diagnose"] | None = None,
+        snapshots: bool = False,
     ) -> None:
-        self.folder, self._every, self._on_nonfinite = Path(folder), every, on_nonfinite
+        self.folder, self._every = Path(folder), every
+        self._on_nonfinite, self._snapshots = on_nonfinite, snapshots
         self._monitor: Monitor | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -33,6 +39,7 @@ class Report:
             every=self._every,
             sinks=[self._sink],
             on_nonfinite=self._on_nonfinite,
+            snapshots=self._snapshots,
         ).attach()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -1,0 +1,102 @@
+"""`EarlierWeights`: copies of the weights from earlier steps, to replay a batch with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import get_total_norm
+
+from castwise.amp._devices import copies_asynchronously
+
+EVERY = 16
+
+
+@dataclass(frozen=True)
+class WeightsOfStep:
+    """The weights as they were before a step.
+
+    Args:
+        step: Number of the step.
+        weights: The parameters, with their values then, in the host's memory.
+    """
+
+    step: int
+    weights: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the parameters these values within the context. Changes no version counter.
+
+        The present values are copied meanwhile.
+        """
+        params = [param for param, _ in self.weights]
+        now = [param.detach().clone() for param in params]
+        try:
+            _write(params, [value.to(param.device) for param, value in self.weights])
+            yield
+        finally:
+            _write(params, now)
+
+    def growth(self) -> float:
+        """Return the norm of all weights now over their norm then; inf if that was 0, nan if one is not finite."""
+        floats = [(param.detach().cpu(), then) for param, then in self.weights if param.is_floating_point()]
+        before = float(get_total_norm([then.float() for _, then in floats]))
+        now = float(get_total_norm([param.float() for param, _ in floats]))
+        return now / before if before else float("inf")
+
+
+class EarlierWeights:
+    """Copies of weights in the host's memory, from two steps that are at least 16 apart.
+
+    On an accelerator the copies are asynchronous, into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[WeightsOfStep] = []  # the older one first
+
+    def keep(self, step: int, params: Sequence[torch.Tensor]) -> None:
+        """Copy weights, if the last copy is 16 steps old.
+
+        Args:
+            step: Number of the step that is about to be taken; all optimizers of a model count.
+            params: The parameters that are trained.
+        """
+        if self._kept and 0 <= step - self._kept[-1].step < EVERY:
+            return
+        unused = self._kept.pop(0) if len(self._kept) == 2 else None
+        buffers = {} if unused is None else {id(param): copy for param, copy in unused.weights}
+        self._kept.append(WeightsOfStep(step, [(param, _copied(param, buffers.get(id(param)))) for param in params]))
+
+    def latest(self, step: int) -> WeightsOfStep | None:
+        """Return the latest copy that is not from after a step; None if there is none. Waits for the device."""
+        return self._arrived([kept for kept in self._kept if kept.step <= step][-1:])
+
+    def earlier(self, step: int) -> WeightsOfStep | None:
+        """Return the older copy from before a step; None if there is none. Waits for the device."""
+        return self._arrived([kept for kept in self._kept if kept.step < step][:1])
+
+    def _arrived(self, found: Sequence[WeightsOfStep]) -> WeightsOfStep | None:
+        if not found:
+            return None
+        for device in {param.device for param, _ in found[0].weights}:
+            if copies_asynchronously(device.type):
+                torch.accelerator.synchronize(device)
+        return found[0]
+
+
+@torch.no_grad()
+def _copied(param: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
+    """Start to copy a parameter to the host, into a buffer if it fits."""
+    if buffer is None or (buffer.shape, buffer.dtype) != (param.shape, param.dtype):
+        is_pinned = copies_asynchronously(param.device.type)
+        buffer = torch.empty_like(param, device="cpu", pin_memory=is_pinned, requires_grad=False)
+    return buffer.copy_(param.detach(), non_blocking=True)
+
+
+@torch.no_grad()
+def _write(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for param, value in zip(params, values, strict=True):
+        param.data.copy_(value)  # which bumps no version counter
