@@ -62,7 +62,7 @@ def photograph(page: Path, sections: Sequence[str], folder: Path) -> None:
     for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
         options.add_argument(flag)
     driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    size = {"width": 1000, "height": 5000, "deviceScaleFactor": 1, "mobile": False}  # the whole page
+    size = {"width": 1000, "height": 8000, "deviceScaleFactor": 1, "mobile": False}  # the whole page
     try:
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         for theme in ("light", "dark"):

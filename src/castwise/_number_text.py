@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 
 def power_of_two(scale: float) -> str:
@@ -35,14 +35,24 @@ def headroom(value: float) -> str:
     return f"{bits(value)} bits" if math.isfinite(value) else "all zero"
 
 
+def loss_text(loss: float) -> str:
+    """Format a loss with four significant digits, and as "NaN" and "inf"."""
+    return "NaN" if math.isnan(loss) else f"{loss:.4g}"
+
+
 def several(count: int, singular: str) -> str:
     """Format a count with its noun: "1 step", "2,000 steps"."""
     return f"{count:,} {singular}{'' if count == 1 else 's'}"
 
 
+def joined(words: Sequence[str]) -> str:
+    """Return words as they stand in a sentence: "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def ranks(numbers: Collection[int]) -> str:
     """Format ranks as "rank 1" or "ranks 0 and 2", and four or more by their count: "4 ranks"."""
-    *others, last = map(str, sorted(numbers))
-    if len(others) >= 3:
+    if len(numbers) > 3:
         return several(len(numbers), "rank")
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    return f"rank{'' if len(numbers) == 1 else 's'} {joined([*map(str, sorted(numbers))])}"

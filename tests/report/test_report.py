@@ -9,6 +9,7 @@ import math
 import random
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,6 +24,8 @@ from castwise.monitor import Run
 from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import write_report
 from castwise.report._downsampling import changes, extremes, in_buckets
+from castwise.report._figures.exponent_map import exponent_map
+from castwise.report._figures.losses import LossCurve
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
 from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
 from castwise.report._html_report import RunView, labels
@@ -131,7 +134,7 @@ def test_pages_share_a_script_that_is_written_once_and_never_over_another_file(t
 
 def test_every_figure_is_one_that_plotly_knows_in_each_of_its_choices(tmp_path: Path) -> None:
     figures = page_of(tmp_path, recorded.troubled(tmp_path / "run", steps=2000, layers=1)).figures
-    assert set(figures) == {"timeline-1", "headroom_bits-1", "flush-1", "histogram-1"}
+    assert set(figures) == {"timeline-1", "headroom_bits-1", "flush-1", "histogram-1", "exponent_map-1"}
     for figure in figures.values():
         for choice in [{}, *list(figure.get("choices", {}).values())[:9]]:
             patches = choice.get("data", []) + [{}] * len(figure["data"])
@@ -187,6 +190,26 @@ def test_a_map_of_many_samples_keeps_the_worst_of_each_column(tmp_path: Path) ->
     assert len(headroom[1]["x"]) == len(flush[1]["x"]) == 1  # marked, not only coloured
 
 
+def test_exponents_over_the_steps_are_those_of_the_samples_at_their_scales(tmp_path: Path) -> None:
+    run = Run.read(recorded.troubled(tmp_path, steps=3000, layers=1))
+    figure = exponent_map(run.samples, ["head"], in_fp16=True)
+    assert figure is not None
+    lowest = figure["data"][0]["y0"] - 0.5
+    last = run.samples[-1]
+    shift = math.log2(last.scale)
+    for choice, modules in (("head", ["head"]), ("*", list(last.modules))):
+        rows = figure["choices"][choice]["data"][0]["z"]
+        drawn = {lowest + row: values[-1] for row, values in enumerate(rows) if values[-1] is not None}
+        counts = Counter[float]()
+        for name in modules:
+            counts.update({exponent + shift: count for exponent, count in last.modules[name].exponents.items()})
+        elements = sum(last.modules[name].numel for name in modules)
+        assert drawn == {exponent: max(round(math.log2(count / elements)), -16) for exponent, count in counts.items()}
+    many = [replace(last, step=step) for step in range(1000)]
+    assert len((exponent_map(many, [], in_fp16=True) or {})["data"][0]["x"]) == 60
+    assert exponent_map(many[:1], ["head"], in_fp16=True) is None
+
+
 def test_every_skip_is_in_one_mark() -> None:
     few = Skips("overflow", [3, 77, 1500], [])
     assert marks(few) == [(3, "step 3"), (77, "step 77"), (1500, "step 1,500")]
@@ -217,6 +240,92 @@ def test_the_axis_of_steps_begins_where_the_run_does(first: int, tmp_path: Path)
     figure = timeline(RunFacts(Run(tmp_path, steps=steps)))
     begin, end = figure["layout"]["xaxis"]["range"]
     assert first - 2 < begin < first < first + 100 < end < first + 102
+
+
+def test_a_loss_has_a_strong_average_and_a_gap_where_it_was_not_finite(tmp_path: Path) -> None:
+    losses = [4.0 + (i % 7) / 7 for i in range(1000)]
+    for bad in (*range(100, 104), 500):
+        losses[bad] = math.nan if bad < 500 else math.inf
+    records = [step(i, None, loss=recorded.spelled(loss)) for i, loss in enumerate(losses)]
+    facts = RunFacts(Run(tmp_path, steps=[*map(StepRecord.from_json, records)]))
+    curve = LossCurve.of(facts)
+    assert curve is not None
+    assert [(gap.first, gap.last, gap.word) for gap in curve.gaps] == [(100, 103, "NaN"), (500, 500, "inf")]
+    weights = [(1 - 1 / curve.averaged) ** age for age in range(995)]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    expected = sum(map(math.prod, zip(weights, reversed(finite), strict=True))) / sum(weights)
+    assert (curve.averaged, curve.last) == (19, pytest.approx(expected))
+
+    figure = timeline(facts)
+    assert figure is not None
+    each, average = (trace for trace in figure["data"] if trace["name"].startswith("loss, "))
+    for trace in (each, average):
+        assert [x for x, y in zip(trace["x"], trace["y"], strict=True) if y is None] == [100, 500]
+        assert trace["x"] == sorted(trace["x"])
+    assert each["opacity"] < 1 < each["line"]["width"] + 0.5 < average["line"]["width"]
+    assert [(shape["x0"], shape["x1"]) for shape in figure["layout"]["shapes"]] == [(99.5, 103.5), (499.5, 500.5)]
+    heights = {name: axis["domain"] for name, axis in figure["layout"].items() if name.startswith("yaxis")}
+    assert max(heights, key=lambda name: heights[name][1] - heights[name][0]) == "yaxis3"  # the loss
+    caption = RunView.of("run", 1, facts.run, []).timeline_caption()
+    assert "The loss has 2 gaps; in the first, it is NaN in steps 100 to 103." in caption
+    assert "exponential moving averages over about 19 steps" in caption
+
+
+def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_ended(tmp_path: Path) -> None:
+    lost = [step(i, None, loss=2.0 if i < 40 else "nan") for i in range(1, 61)]
+    runs = [
+        recorded.healthy(tmp_path / "a", steps=600, layers=1),
+        write(tmp_path / "b<i>", *lost),
+        write(tmp_path / "c", step(1, None, loss=None)),
+    ]
+    page = page_of(tmp_path, *runs)
+    losses = page.figures["losses"]
+    assert [trace["name"] for trace in losses["data"] if trace["showlegend"]] == ["a", "b&lt;i&gt;"]
+    strong = [trace["line"]["color"] for trace in losses["data"] if trace["showlegend"]]
+    assert len(set(strong)) == 2
+    (cross,) = (trace for trace in losses["data"] if trace["mode"] == "markers")
+    assert (cross["x"], cross["text"]) == ([39], ["NaN in steps 40 to 60"])
+    go.Figure(data=without_variables(losses["data"]), layout=without_variables(losses["layout"]))
+    assert "At the end: a 7." in page.text
+    assert "b<i> NaN from step 40 on." in page.text
+    assert "losses" not in page_of(tmp_path, runs[0]).figures
+
+
+def bf16_outputs(at: int, width: int) -> dict[str, Any]:
+    """Statistics of a module whose outputs have so many significant bits."""
+    values = [math.ldexp(round(math.ldexp(x, width)), -width) for x in (1 + (37 * at % 100) / 101, 1 / (3 + at / 50))]
+    return {**recorded.stats(0.0, 1.0), "largest": float(f"{values[0]:.4g}"), "smallest": float(f"{values[1]:.4g}")}
+
+
+@pytest.mark.parametrize(
+    ("bits", "scale", "expected"), [(7, 1.0, "bf16"), (7, 2.0**14, "bf16"), (10, 2.0**14, "fp16"), (23, 1.0, "")]
+)
+def test_a_run_is_judged_by_the_format_that_it_computed_in(
+    bits: int, scale: float, expected: str, tmp_path: Path
+) -> None:
+    """Whether outputs are bf16 numbers is seen by their digits; too large for fp16 are the gradients of all runs."""
+    records = [step(i, None if scale == 1 else scale) for i in range(1, 13)]
+    for i in range(1, 13):
+        one = sample(i, scale, {"a": -16.0, "b": 4.0 if scale == 1 else -16.0}, {"a": 1.0, "b": 16.0})
+        one["activations"]["a"] = bf16_outputs(i, bits)
+        records.append(one)
+    run = Run.read(write(tmp_path / "run", *records))
+    view = RunView.of("run", 1, run, [*range(1, 13)])
+    assert view.facts.computes_in == expected
+    names = [name for name, *_ in view.key_numbers()]
+    in_format = [f"Least headroom, {expected}", f"Most underflow, {expected}"]
+    assert names[3 + (scale != 1) :] == (in_format if expected else ["Format", "Largest gradient"])
+    (outputs,) = (piece for piece in view.verdict if piece.text.startswith("Outputs of b "))
+    is_judged = expected == "fp16"
+    assert outputs.severity == ("warning" if is_judged else "note")
+    assert ("Outputs of b are too large for fp16" in outputs.text) == is_judged
+    assert ("use bf16" in str(view.verdict)) == is_judged
+    page = page_of(tmp_path, run)
+    checked = [each["value"] for _, each in page.tags if "checked" in each and each["name"] in ("kind", "format")]
+    assert checked == ["outputs" if is_judged else "gradients", expected or "fp16"]
+    assert ("This run computed in bf16" in page.text) == (expected == "bf16")
+    assert ("does not show in which format" in page.text) == (not expected)
+    assert ("would round to zero in fp16" in page.text) == (not is_judged)
 
 
 def test_norms_are_those_of_clipping_or_else_of_samples(tmp_path: Path) -> None:
@@ -330,8 +439,6 @@ def test_a_page_begins_with_the_verdict_in_a_few_words_and_what_was_trained(tmp_
         assert ("Samples with inf or NaN" in page.text) == (name == "lost")
         assert "Not finite at overflows" not in page.text
         assert f"{name}: {'GPT, AdamW, ' if name == 'lost' else ''}" in page.text
-    view = RunView.of("fine", 1, Run.read(runs[1]), [1, 2, 3, 4])
-    assert ("Most underflow, fp16", "none", "") in view.key_numbers()
     both = page_of(tmp_path, *runs).text
     assert "2 runs, side by side" in both
     assert "lost: Training is lost from step 8 on: aten.div in train.py:22. GPT, AdamW" in both
@@ -344,7 +451,8 @@ def test_a_module_whose_name_is_a_number_is_called_module(tmp_path: Path) -> Non
     run = Run.read(write(tmp_path / "run", *(step(i, 2.0**14) for i in range(1, 6)), *fine, broken))
     view = RunView.of("run", 1, run, [1, 2, 3, 4, 5])
     assert [note for name, _, note in view.key_numbers() if name.endswith("fp16")] == ["module 2", ""]
-    assert "in module 2 at step 1" in view.map_captions()["headroom_bits"]
+    assert "in module 2 at step 1" in view.figures["headroom_bits"]["choices"]["gradients/fp16"]["caption"]
+    assert ("Most underflow, fp16", "none", "") in view.key_numbers()
     assert "Outputs of module 2.1 were inf or NaN" in str(view.verdict)
     assert not [tag for tag, attributes in page_of(tmp_path, run).tags if attributes.get("id") == "skips"]  # no skip
 

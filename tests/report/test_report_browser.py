@@ -79,7 +79,7 @@ CULPRIT = "model.decoder.layers.25.attention.o_proj"
 
 def test_a_training_that_took_place_is_drawn(browser: Browser, trained: Path) -> None:
     browser.open(trained)
-    assert browser.run("document.documentElement.dataset.drawn") == "4"
+    assert browser.run("document.documentElement.dataset.drawn") == "5"
     drawn = (
         "[...document.querySelectorAll('.plot')].map(plot => [plot.id, plot.querySelectorAll('svg.main-svg').length])"
     )
@@ -88,10 +88,19 @@ def test_a_training_that_took_place_is_drawn(browser: Browser, trained: Path) ->
         "headroom_bits-1": True,
         "flush-1": True,
         "histogram-1": True,
+        "exponent_map-1": True,
     }
     traces = browser.run("document.getElementById('timeline-1').data.map(trace => [trace.name, trace.x])")
     assert ["non-finite loss (1)", [22]] in traces
     assert browser.run("document.querySelectorAll('#timeline-1 .scatterlayer path.point').length") >= 2
+    lines = "[...document.querySelectorAll('#timeline-1 .trace')].map(each => each.querySelectorAll('.js-line').length)"
+    assert browser.run(lines).count(2) == 2  # the loss and its average, with a gap
+    assert browser.run("document.querySelectorAll('#timeline-1 .shapelayer path').length") == 1
+    assert browser.run("document.querySelector('[name=format]:checked').value") == "bf16"
+    in_bf16 = browser.run("document.getElementById('headroom_bits-1-caption').textContent")
+    browser.driver.execute_script("document.querySelector('[value=fp16]').click()")
+    browser.wait_for(f"document.getElementById('headroom_bits-1-caption').textContent !== {json.dumps(in_bf16)}")
+    assert in_bf16.startswith("Lowest for bf16 gradients: 1")
     cells = browser.run("document.getElementById('headroom_bits-1').data[0].z")
     assert [len(row) for row in cells] == [13] * 3  # two Linear layers and a LayerNorm; the ReLU has no parameters
     assert all(value is None or 0 < value < 999 for row in cells for value in row)
@@ -102,6 +111,8 @@ def test_a_training_that_took_place_is_drawn(browser: Browser, trained: Path) ->
 
 def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(browser: Browser, several: Path) -> None:
     browser.open(several)
+    curves = "[...document.querySelectorAll('#losses .legendtext')].map(text => text.textContent)"
+    assert browser.run(curves) == ["a", "b"]
     for field in browser.driver.find_elements(By.CSS_SELECTOR, ".controls input"):
         browser.driver.execute_script("arguments[0].click()", field)
     outside = [url for url in browser.requests() if not url.startswith(("data:", "blob:"))]
@@ -219,8 +230,12 @@ def test_controls_choose_format_numbers_and_module(browser: Browser, troubled: P
     browser.wait_for(f"{least} < 0")  # the outputs of an attention grow too large
     caption = "document.getElementById('histogram-1-caption').textContent"
     before = browser.run(caption)
-    for field, value in (("module", "head"), ("moment", "last")):
-        browser.driver.find_element(By.CSS_SELECTOR, f"[name={field}] [value={value}]").click()
+    lowest = "document.getElementById('exponent_map-1').data[0].z.findIndex(row => row.some(value => value !== null))"
+    lowest_of_all = browser.run(lowest)
+    for field, value in (("module", "blocks.0.norm1"), ("module", "head"), ("moment", "last")):
+        if value == "head":
+            assert browser.run(lowest) > lowest_of_all  # the head's gradients are the smallest
+        browser.driver.find_element(By.CSS_SELECTOR, f"[name={field}] [value='{value}']").click()
     browser.wait_for(f"{caption} !== {json.dumps(before)}")
     bars = browser.run("document.getElementById('histogram-1').data.slice(0, 2).map(trace => trace.x0)")
     assert bars[1] - bars[0] == 14  # the last scale of the run is 2^14

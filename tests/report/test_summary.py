@@ -90,6 +90,7 @@ def test_a_record_for_programs_has_all_findings(tmp_path: Path) -> None:
     assert [each["line"] for each in read["mistakes"]] == [1]
     (run,) = read["runs"]
     assert (run["run"], run["steps"], run["skipped"]) == ("GPT", 8, {"overflow": 3})
+    assert (run["format"], run["loss"]["first"]) == ("fp16", summary.runs[0].steps[0].loss)
     assert run["findings"][0]["severity"] == "critical"
     assert all(isinstance(value, (int, float, str, list)) for value in run["findings"][0]["evidence"].values())
     assert run["findings"][0]["diagnoses"] == []

@@ -104,9 +104,27 @@ def test_underflow_names_the_module_its_share_and_the_scale_that_helps(tmp_path:
 
 def test_underflow_that_no_safe_scale_cures_asks_for_bf16(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(), *samples(gradients={"a": -8.0, "b": -40.0}))
-    assert "bf16, because even the highest safe scale" in advice_on(run, "b loses").text
-    assert "b needs at least 2^" in advice_on(run, "No scale fits").text
-    assert "a allows at most 2^" in advice_on(run, "No scale fits").text
+    text = advice_on(run, "b loses").text
+    assert "bf16, because even the highest safe scale, 2^12, loses 89%; a allows no higher one." in text
+    assert not [piece for piece in verdict(run) if "No scale fits" in piece.text]  # the same advice again
+
+
+def test_modules_with_the_same_remedy_are_one_piece_of_advice(tmp_path: Path) -> None:
+    fading = {name: -40.0 - 0.1 * place for place, name in enumerate("bcdef")}
+    outputs = {"a": 17.0, "b": 6.2, **dict.fromkeys("cd", 1.0)}
+    run = write(tmp_path, *steps(), *samples(gradients={"a": -8.0, **fading}, outputs=outputs))
+    underflow, near = (piece for piece in verdict(run) if "use bf16" in piece.text)
+    assert underflow.text.startswith("f loses ")
+    assert ", and so do e (" in underflow.text
+    assert "d (" in underflow.text
+    assert " and 2 more modules: use bf16, because" in underflow.text
+    assert (underflow.severity, underflow.evidence["modules_like_it"]) == ("critical", 4)
+    assert near.text == (
+        "Outputs of a and b are too large for or near the limit of fp16: keep them in fp32 with "
+        'Policy(compute="float16", modules={"a": "float32", "b": "float32"}), or use bf16.'
+    )
+    assert near.evidence["largest_output"] == Run.read(run).samples[0].activations["a"].largest
+    assert near.evidence["modules_like_it"] == 1
 
 
 def test_gradients_that_fp16_has_cut_off_are_known_by_their_zeros() -> None:
@@ -529,6 +547,9 @@ def test_more_steps_are_not_asked_for_where_all_were_sampled_and_not_finite(
 def test_a_run_without_scaling_learns_what_fp16_would_need(tmp_path: Path) -> None:
     run = write(tmp_path, *steps(scale=None), *samples(1.0))
     assert advice_on(run, "The loss was not scaled. In fp16, gradients fit from 2^").severity == "note"
+    wide = write(tmp_path / "wide", *steps(scale=None), *samples(1.0, gradients={"a": 8.0, "b": -40.0}))
+    assert advice_on(wide, "In fp16, no scale would fit all gradients: b needs at least 2^").severity == "note"
+    assert "use bf16" not in str(verdict(wide)).lower()
 
 
 def test_samples_that_are_not_finite_count_nowhere_else(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from castwise._number_text import headroom, percent, power_of_two, several
+from castwise._number_text import headroom, loss_text, percent, power_of_two, several
 from castwise.monitor._recorded_run import Run
 from castwise.report._advice import Severity
 from castwise.report._html_report import labels
@@ -63,7 +63,11 @@ def _summary(facts: RunFacts) -> str:
         scales = [scale for _, scale in facts.scales]
         span = f"from {power_of_two(min(scales))} to {power_of_two(max(scales))}"
         parts.append(f"scale {power_of_two(scales[-1])}, {span}")
+    if facts.losses:
+        parts.append(f"loss {loss_text(facts.losses[-1])}, first {loss_text(facts.losses[0])}")
     parts.append(several(len(facts.run.samples), "sample"))
+    if facts.computes_in == "bf16":
+        parts.append("computed in bf16, as its outputs show")
     if facts.run.lost:
         parts.append(f"{several(facts.run.lost, 'record')} lost, because the disk was full")
     parts += [f"from step {alone.step:,} on, ranks are not recorded together: {alone.why}" for alone in facts.run.alone]

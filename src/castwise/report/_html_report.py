@@ -6,7 +6,6 @@ therefore appear as text, whatever they contain.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import time
@@ -16,13 +15,15 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from castwise._collector import paused
-from castwise._number_text import headroom, percent, power_of_two, several
+from castwise._number_text import headroom, loss_text, percent, power_of_two, several
 from castwise.monitor._formats import LOW_PRECISION
 from castwise.monitor._recorded_run import Run, distinct_mistakes
 from castwise.monitor._run_files import read_runs
 from castwise.report._diagnosed import Diagnosed
 from castwise.report._figures import Figure, align
+from castwise.report._figures.exponent_map import BANDS, exponent_map
 from castwise.report._figures.histogram import ALL_MODULES, MOMENTS, histogram
+from castwise.report._figures.losses import LossCurve, drawn_how, overlaid
 from castwise.report._figures.maps import KINDS, MEASURES, heat_map
 from castwise.report._figures.timeline import timeline
 from castwise.report._page import (
@@ -32,12 +33,14 @@ from castwise.report._page import (
     new_environment,
     own_script,
     plotly_for,
+    shortened,
     template,
     write_page,
 )
 from castwise.report._plotly_script import PlotlyScript, packed, script_hash
 from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
-from castwise.report._run_facts import WHOLE_MODEL, RunFacts, named, shown
+from castwise.report._range_advice import kind_of
+from castwise.report._run_facts import WHOLE_MODEL, RunFacts, shown
 from castwise.report._verdicts import Verdict, judge
 from castwise.report._worst_modules import WorstModule, worst_modules
 
@@ -57,6 +60,7 @@ class RunView:
         worst: The run's modules, the most endangered first.
         figures: Plotly figures by name.
         quantized: Quantization errors of the operands of layers with an 8- or 4-bit recipe.
+        loss: The curve of the loss; None if no finite loss was recorded.
     """
 
     label: str
@@ -66,6 +70,7 @@ class RunView:
     worst: list[WorstModule]
     figures: Mapping[str, Figure]
     quantized: list[QuantizedOperand]
+    loss: LossCurve | None
 
     @classmethod
     def of(cls, label: str, number: int, run: Run, steps: Sequence[int]) -> RunView:
@@ -90,8 +95,13 @@ class RunView:
             }
             figures.update({measure.key: {**heat_map(measure, facts, rows, steps), **first} for measure in MEASURES})
             if any(ranges.samples for ranges in facts.gradients.values()):
-                figures["histogram"] = histogram(run.samples, rows["gradients"])
-        return cls(label, number, facts, judge(facts), worst, figures, quantized_operands(run.samples))
+                in_fp16 = facts.computes_in == "fp16"
+                figures["histogram"] = histogram(run.samples, rows["gradients"], in_fp16=in_fp16)
+                by_risk = [module.name for module in worst if module.name in facts.gradients]
+                if over_steps := exponent_map(run.samples, by_risk, in_fp16=in_fp16):
+                    figures["exponent_map"] = over_steps
+        quantized = quantized_operands(run.samples)
+        return cls(label, number, facts, judge(facts), worst, figures, quantized, LossCurve.of(facts))
 
     @property
     def diagnosed(self) -> list[Diagnosed]:
@@ -107,7 +117,7 @@ class RunView:
             return f"{several(mistakes, 'mistake')} in the script"
         if first is None:
             return "Too little was recorded for a verdict"
-        words = re.split(r"[:;.](?= |$)", first.finding, maxsplit=1)[0]
+        words = re.split(r"[:;.](?= |$)|, and so do ", first.finding, maxsplit=1)[0]
         found = next(iter(first.diagnosed), None)
         if found is None or not found.line or not found.op or found.op in words:
             return words
@@ -157,29 +167,66 @@ class RunView:
             scales = [scale for _, scale in facts.scales]
             span = f"{power_of_two(min(scales))} to {power_of_two(max(scales))}"
             tiles.append(("Last scale", power_of_two(scales[-1]), span))
-        finite = [ranges for ranges in facts.gradients.values() if ranges.samples]
-        if finite:
-            tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
-            leaking = max(finite, key=lambda ranges: ranges.mean_flush)
-            tiles.append(("Least headroom, fp16", headroom(tightest.headroom_bits), _tile(tightest.module)))
-            underflow = (percent(leaking.mean_flush), _tile(leaking.module)) if leaking.mean_flush else ("none", "")
-            tiles.append(("Most underflow, fp16", *underflow))
-        losses = [record.loss for record in steps if record.loss is not None]
-        if losses:
-            tiles.append(("Last loss", _loss(losses[-1]), f"first {_loss(losses[0])}"))
-        return tiles
+        if facts.losses:
+            tiles.append(("Last loss", loss_text(facts.losses[-1]), f"first {loss_text(facts.losses[0])}"))
+        return [*tiles, *self._range_tiles()]
+
+    def _range_tiles(self) -> list[tuple[str, str, str]]:
+        """Return tiles of headroom and underflow in the format of the run; if that is not known, one that says so."""
+        name = self.facts.computes_in
+        finite = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
+        if not finite:
+            return []
+        if not name:
+            largest = max(finite, key=lambda ranges: ranges.largest)
+            return [
+                ("Format", "not known", "not recorded; no scaled loss"),
+                ("Largest gradient", f"{largest.largest:.2g}", _tile(largest.module)),
+            ]
+        tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
+        leaking = max(finite, key=lambda ranges: ranges.flush_in(name))
+        lost = leaking.flush_in(name)
+        underflow = (percent(lost), _tile(leaking.module)) if lost else ("none", "")
+        return [
+            (f"Least headroom, {name}", headroom(tightest.headroom_in(name)), _tile(tightest.module)),
+            (f"Most underflow, {name}", *underflow),
+        ]
+
+    def format_note(self) -> str:
+        """Say in which format the run computed, if that is not fp16."""
+        if self.facts.computes_in == "fp16" or not self.facts.run.samples:
+            return ""
+        if self.facts.computes_in:
+            return "This run computed in bf16, as the digits of its outputs show; other formats show what would be."
+        return "The record does not show in which format this run computed: choose the one that it did."
+
+    @property
+    def opens_with(self) -> tuple[str, str] | None:
+        """Kind of numbers and format that the verdict warns of; None if it warns of none."""
+        name = self.facts.computes_in or "fp16"
+        for piece in self.verdict:
+            if piece.severity in ("critical", "warning") and (kind := kind_of(piece, self.facts.activations)):
+                return kind, name
+        return None
 
     def timeline_caption(self) -> str:
-        """Describe the skipped steps in words."""
+        """Describe the curve of the loss and the skipped steps in words."""
         parts = [
             f"{len(skips.steps):,} of {skips.cause}, first at step {skips.steps[0]:,}" for skips in self.facts.skips
         ]
         taken = sorted(step for skips in self.facts.faults for step in skips.steps)
-        skipped = f"Skipped: {'; '.join(parts)}." if parts else "No step was skipped."
-        if not taken:
-            return skipped
-        were = "was" if len(taken) == 1 else "were"
-        return f"{several(len(taken), 'step')} with inf or NaN {were} taken, first at step {taken[0]:,}. {skipped}"
+        sentences = [f"Skipped: {'; '.join(parts)}." if parts else "No step was skipped."]
+        if taken:
+            were = "was" if len(taken) == 1 else "were"
+            sentences.insert(
+                0, f"{several(len(taken), 'step')} with inf or NaN {were} taken, first at step {taken[0]:,}."
+            )
+        if (curve := self.loss) is not None:
+            gaps = f"The loss is {curve.gaps[0].text}: a gap in the curve." if len(curve.gaps) == 1 else ""
+            if len(curve.gaps) > 1:
+                gaps = f"The loss has {len(curve.gaps)} gaps; in the first, it is {curve.gaps[0].text}."
+            sentences += filter(None, [gaps, drawn_how([curve])])
+        return " ".join(sentences)
 
     def nothing_drawn(self, gradients: bool = False) -> str:
         """Say in a line why there are no maps, or with `gradients` no histogram; "" if there are."""
@@ -195,30 +242,6 @@ class RunView:
         """Describe the initial histogram in words."""
         choices = self.figures["histogram"]["choices"] if "histogram" in self.figures else {}
         return next((str(choice["caption"]) for choice in choices.values()), "")
-
-    def map_captions(self) -> dict[str, str]:
-        """Describe the two maps in words, by the key of the measure."""
-        if not self.facts.gradients:
-            return {}
-        gradients = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
-        if not gradients:
-            return dict.fromkeys(("headroom_bits", "flush"), "Gradients: no sample was finite.")
-        tightest = min(gradients, key=lambda ranges: ranges.headroom_bits)
-        leaking = max(gradients, key=lambda ranges: ranges.flush)
-        return {
-            "headroom_bits": (
-                f"Lowest for fp16 gradients: {headroom(tightest.headroom_bits)} in {named(tightest.module)} "
-                f"at step {tightest.headroom_step:,}."
-                if tightest.headroom_step
-                else "All gradients are zero."
-            ),
-            "flush": (
-                f"Highest for fp16 gradients: {percent(leaking.flush)} in {named(leaking.module)} "
-                f"at step {leaking.flush_step:,}."
-                if leaking.flush
-                else "No gradient in any sample rounds to zero in fp16."
-            ),
-        }
 
 
 def write_report(
@@ -280,19 +303,25 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunView]) -> str:
     script = own_script("report.js")
+    of_verdicts = (view.opens_with for view in views)
+    opened = next(filter(None, of_verdicts), ("gradients", views[0].facts.computes_in or "fp16"))
     figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
+    losses = overlaid([(shortened(view.label, MAX_NAME), view.loss) for view in views])
     return environment.get_template("report.html.j2").render(
         views=views,
         mistakes=distinct_mistakes(view.facts.run for view in views),
         measures=MEASURES,
+        losses=losses,
         drawn={name for view in views for name in view.figures},
         kinds=list(KINDS),
         formats=list(LOW_PRECISION),
         moments=MOMENTS,
+        exponent_bands=range(1, BANDS + 1),
+        opened=opened,
         all_modules=ALL_MODULES,
         max_name=MAX_NAME,
         modules=list(dict.fromkeys(name for view in views for name in view.facts.gradients)),
-        figures=packed(as_json(figures)),
+        figures=packed(as_json({**figures, **({} if losses is None else {"losses": losses})})),
         css=template("report.css"),
         dark=template("dark.css"),
         plotly=plotly,
@@ -300,10 +329,6 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
         script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
-
-
-def _loss(loss: float) -> str:
-    return "NaN" if math.isnan(loss) else f"{loss:.4g}"
 
 
 def _tile(module: str) -> str:

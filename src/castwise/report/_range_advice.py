@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
-from castwise._number_text import bits, percent, power_of_two, several
+from castwise._number_text import bits, joined, percent, power_of_two, several
+from castwise.monitor import _causes as causes
 from castwise.report._advice import Advice, Measured
 from castwise.report._run_facts import Ranges, RunFacts, named, shown
 from castwise.report._scale_window import FLUSH_MATTERS, Fit, flush_at
@@ -35,10 +36,11 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
     if fit is None or not _enough(facts):
         return
     if fit.lowest > fit.highest:
-        if not fit.is_guess:  # otherwise `underflow` reports it
+        if not fit.is_guess and not _losing(facts):  # otherwise `underflow` reports it
             yield _no_scale_fits(facts, fit)
         return
-    used = facts.scales[-1][1] if facts.is_scaled and facts.scales[-1][1] > 0 else None
+    is_used = facts.computes_in == "fp16" and facts.is_scaled and facts.scales[-1][1] > 0
+    used = facts.scales[-1][1] if is_used else None
     exponent = fit.highest if used is None else fit.nearest(used)
     evidence = _evidence(facts, fit, exponent)
     window = _window(fit)
@@ -49,7 +51,8 @@ def scale_fit(facts: RunFacts, in_trouble: bool) -> Iterator[Advice]:
         yield Advice(text, evidence, "warning")
         return
     if used is None:
-        yield Advice(f"The loss was not scaled. In fp16, {window}.", evidence, "note")
+        why = "The run computed in bf16" if facts.computes_in == "bf16" else "The loss was not scaled"
+        yield Advice(f"{why}. In fp16, {window}.", evidence, "note")
         return
     off = math.log2(used) - exponent
     evidence = {"last_scale": used, **evidence}
@@ -109,97 +112,99 @@ def _coarse(ranges: Ranges, used: float, fit: Fit) -> Advice:
 
 
 def _no_scale_fits(facts: RunFacts, fit: Fit) -> Advice:
-    return Advice(
-        f"No scale fits all gradients into fp16: {named(fit.neediest.module)} needs at least 2^{fit.lowest}, but "
-        f"{named(fit.largest.module)} allows at most 2^{fit.highest}. Use bf16, or keep one of them in fp32.",
-        {
-            "largest_gradient": fit.largest.largest,
-            "largest_gradient_step": fit.largest.largest_step,
-            "flushed_there_share": max(flush_at(fit.neediest, fit.highest), fit.neediest.cut_off_share),
-            "lowest_safe_scale": 2.0**fit.lowest,
-            "highest_safe_scale": 2.0**fit.highest,
-            "finite_samples": fit.largest.samples,
-        },
-        "warning",
-    )
+    evidence: dict[str, Measured] = {
+        "largest_gradient": fit.largest.largest,
+        "largest_gradient_step": fit.largest.largest_step,
+        "flushed_there_share": max(flush_at(fit.neediest, fit.highest), fit.neediest.cut_off_share),
+        "lowest_safe_scale": 2.0**fit.lowest,
+        "highest_safe_scale": 2.0**fit.highest,
+        "finite_samples": fit.largest.samples,
+    }
+    needs = f"{named(fit.neediest.module)} needs at least 2^{fit.lowest}"
+    allows = f"{named(fit.largest.module)} allows at most 2^{fit.highest}"
+    if facts.computes_in != "fp16":
+        return Advice(f"In fp16, no scale would fit all gradients: {needs}, but {allows}.", evidence, "note")
+    text = f"No scale fits all gradients into fp16: {needs}, but {allows}. Use bf16, or keep one of them in fp32."
+    return Advice(text, evidence, "warning")
 
 
 def underflow(facts: RunFacts) -> Iterator[Advice]:
     """Name modules whose gradients round to zero, and the remedy."""
+    losing = _losing(facts)
     fit = Fit.of(facts.gradients.values())
-    if fit is None or not (facts.is_scaled or facts.has_cut_off) or not _enough(facts):
-        return
+    if losing and fit is not None:
+        yield _underflow_of(losing, fit)
+
+
+def _losing(facts: RunFacts) -> list[Ranges]:
+    """Return the modules that lose gradients in fp16, if the run computed in it, the worst first."""
+    if facts.computes_in != "fp16" or not _enough(facts):
+        return []
     losing = [
         ranges
         for ranges in facts.gradients.values()
         if ranges.mean_flush >= FLUSH_MATTERS or ranges.flush >= FLUSH_IS_CRITICAL
     ]
-    losing.sort(key=lambda ranges: -ranges.mean_flush)
-    for ranges in losing[:MODULES_SHOWN]:
-        yield _underflow_of(ranges, fit)
-    if len(losing) > MODULES_SHOWN:
-        rest = losing[MODULES_SHOWN:]
-        yield Advice(
-            f"In {several(len(rest), 'more module')}, {percent(FLUSH_MATTERS)} or more of the gradients are lost.",
-            {
-                "modules": tuple(shown(ranges.module) for ranges in rest[:MODULES_SHOWN]),
-                "most_flushed_share": rest[0].mean_flush,
-            },
-            "warning",
-        )
+    return sorted(losing, key=lambda ranges: -ranges.mean_flush)
 
 
-def _underflow_of(ranges: Ranges, fit: Fit) -> Advice:
-    lost, then = ranges.mean_flush, flush_at(ranges, fit.highest)
-    share = ranges.flush if ranges.vanished_samples else lost
+def _underflow_of(losing: Sequence[Ranges], fit: Fit) -> Advice:
+    worst, *others = losing
+    then = max(flush_at(ranges, fit.highest) for ranges in losing)
+    share = _lost_share(worst)
     evidence: dict[str, Measured] = {
-        "mean_flushed_share": lost,
-        "worst_flushed_share": ranges.flush,
-        "worst_step": ranges.flush_step,
-        "mean_subnormal_share": ranges.mean_subnormal,
+        "mean_flushed_share": worst.mean_flush,
+        "worst_flushed_share": worst.flush,
+        "worst_step": worst.flush_step,
+        "mean_subnormal_share": worst.mean_subnormal,
         "highest_safe_scale": 2.0**fit.highest,
-        "finite_samples": ranges.samples,
+        "finite_samples": worst.samples,
+        **({"modules_like_it": len(others)} if others else {}),
     }
-    if ranges.cut_off_share >= lost / 2:
+    if worst.cut_off_share >= worst.mean_flush / 2:
         up_to = "up to "
         why = " (they are zero, and the others end at fp16's smallest number)"
-        if ranges.vanished_samples:
-            evidence["vanished_samples"] = ranges.vanished_samples
-            found = f"{ranges.vanished_samples:,} of {several(ranges.samples, 'sample')}"
+        if worst.vanished_samples:
+            evidence["vanished_samples"] = worst.vanished_samples
+            found = f"{worst.vanished_samples:,} of {several(worst.samples, 'sample')}"
             why = f" (all of them were zero in {found}, while those of other modules were not)"
-        can_rise = math.log2(ranges.scale) < fit.highest
+        can_rise = math.log2(worst.scale) < fit.highest
         remedy = f"use bf16{f' or a higher scale (nothing overflows up to 2^{fit.highest})' if can_rise else ''}"
     else:
         evidence["flushed_at_highest_safe_scale_share"] = then
-        up_to, why = "", f" ({percent(ranges.flush)} at step {ranges.flush_step:,})"
+        up_to, why = "", f" ({percent(worst.flush)} at step {worst.flush_step:,})"
         if then < FLUSH_MATTERS:
             remedy = f"use bf16 or a higher scale; 2^{fit.highest} is safe and loses {percent(then)}"
         else:
-            remedy = f"use bf16, because even the highest safe scale, 2^{fit.highest}, loses {percent(then)}"
+            remedy = (
+                f"use bf16, because even the highest safe scale, 2^{fit.highest}, loses {percent(then)}; "
+                f"{named(fit.largest.module)} allows no higher one"
+            )
+    like_it = [f"{named(ranges.module)} ({percent(_lost_share(ranges))})" for ranges in others]
     return Advice(
-        f"{named(ranges.module, begins=True)} loses {up_to}{percent(share)} of its gradients to underflow in "
-        f"fp16{why}: {remedy}.",
+        f"{named(worst.module, begins=True)} loses {up_to}{percent(share)} of its gradients to underflow in "
+        f"fp16{why}{f', and so do {_listed(like_it)}' if like_it else ''}: {remedy}.",
         evidence,
-        "critical" if lost >= FLUSH_IS_CRITICAL else "warning",
+        "critical" if any(ranges.mean_flush >= FLUSH_IS_CRITICAL for ranges in losing) else "warning",
     )
+
+
+def _lost_share(ranges: Ranges) -> float:
+    return ranges.flush if ranges.vanished_samples else ranges.mean_flush
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names in words, or if there are more than are shown, the first and the number of the others."""
+    if len(names) > MODULES_SHOWN:
+        names = [*names[: MODULES_SHOWN - 1], several(len(names) - MODULES_SHOWN + 1, "more module")]
+    return joined(names)
 
 
 def outputs(facts: RunFacts) -> Iterator[Advice]:
     """Name the innermost modules whose outputs are near fp16's largest number, with the rule that fixes each."""
     near = innermost([each for each in facts.activations.values() if each.headroom_bits < ACTIVATION_HEADROOM_BITS])
-    for ranges in sorted(near, key=lambda ranges: ranges.headroom_bits)[:MODULES_SHOWN]:
-        over = ranges.headroom_bits < 0
-        yield Advice(
-            f"Outputs of {named(ranges.module)} {'are too large for' if over else 'are near the limit of'} fp16: "
-            f'keep it in fp32 with Policy(compute="float16", modules={{"{ranges.module}": "float32"}}), or use bf16.',
-            {
-                "largest_output": ranges.largest,
-                "largest_output_step": ranges.largest_step,
-                "headroom_bits": ranges.headroom_bits,
-                "finite_samples": ranges.samples,
-            },
-            "warning",
-        )
+    if near:
+        yield _near_the_limit(facts, sorted(near, key=lambda ranges: ranges.headroom_bits))
     since = _diagnosed_fault(facts)
     broken = innermost(
         [
@@ -221,6 +226,45 @@ def outputs(facts: RunFacts) -> Iterator[Advice]:
             },
             "warning",
         )
+
+
+def _near_the_limit(facts: RunFacts, near: Sequence[Ranges]) -> Advice:
+    over = [ranges for ranges in near if ranges.headroom_bits < 0]
+    words = ("too large for", "near the limit of")
+    limit = words[0] if len(over) == len(near) else f"{words[0]} or {words[1]}" if over else words[1]
+    names = _listed([named(ranges.module) for ranges in near])
+    rules = ", ".join(f'"{ranges.module}": "float32"' for ranges in near[:MODULES_SHOWN])
+    it = "it" if len(near) == 1 else "them"
+    alike = ", and others alike" if len(near) > MODULES_SHOWN else ""
+    rule = f'keep {it} in fp32 with Policy(compute="float16", modules={{{rules}}}){alike}'
+    is_used = facts.computes_in == "fp16"
+    text = f"Outputs of {names} are {limit} fp16: {rule}, or use bf16."
+    if not is_used:
+        text = f"Outputs of {names} would be {limit} fp16. To use fp16, {rule}."
+    worst = near[0]
+    evidence: dict[str, Measured] = {
+        "largest_output": worst.largest,
+        "largest_output_step": worst.largest_step,
+        "headroom_bits": worst.headroom_bits,
+        "finite_samples": worst.samples,
+        **({"modules_like_it": len(near) - 1} if len(near) > 1 else {}),
+    }
+    return Advice(text, evidence, "warning" if is_used else "note")
+
+
+def kind_of(advice: Advice, outputs_of: Collection[str]) -> str:
+    """Return "gradients" or "outputs", whichever a piece of advice is about; "" if it is about neither.
+
+    Args:
+        advice: Advice of any rule.
+        outputs_of: Names of the modules whose outputs were sampled.
+    """
+    if any(found.module in outputs_of and found.cause == causes.NONFINITE_LOSS for found in advice.diagnosed):
+        return "outputs"
+    if any(name.startswith(("largest_output", "largest_finite_output")) for name in advice.evidence):
+        return "outputs"
+    is_of_gradients = any("flushed" in name or name.startswith("largest_gradient") for name in advice.evidence)
+    return "gradients" if is_of_gradients else ""
 
 
 def _diagnosed_fault(facts: RunFacts) -> float:

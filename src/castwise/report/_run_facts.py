@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from castwise.monitor import _causes as causes
+from castwise.monitor._formats import FP16, LOW_PRECISION
 from castwise.monitor._recorded_run import Run
-from castwise.monitor._records import SampleRecord, Stats, StepRecord
+from castwise.monitor._records import SampleRecord, Stats, StepRecord, nearest_exponent
+from castwise.report._bf16_outputs import are_bf16
 from castwise.report._diagnosed import Diagnosed, diagnosed
 from castwise.report._divergence import Growth, find_divergence
 from castwise.report._skips import Finding, Skips, assign, by_cause, grouped, skips_at_end
@@ -99,6 +101,19 @@ class Ranges:
     def mean_subnormal(self) -> float:
         """Share of all sampled elements that are subnormal in fp16 at the scale of their sample."""
         return self.subnormal / self.elements if self.elements else 0.0
+
+    def headroom_in(self, name: str) -> float:
+        """Return the lowest log2(largest number of a format / largest scaled magnitude); inf if all were zero."""
+        return self.headroom_bits + math.log2(LOW_PRECISION[name].largest) - math.log2(FP16.largest)
+
+    def flush_in(self, name: str) -> float:
+        """Return the share of all sampled elements lost to underflow in a format.
+
+        That of a format other than fp16 is at the scale of the last sample, and counts no zeros.
+        """
+        if name == "fp16":
+            return self.mean_flush
+        return self.share_below(LOW_PRECISION[name].smallest_subnormal_exponent - 1 - nearest_exponent(self.scale))
 
     def share_below(self, exponent: int) -> float:
         """Return the exact share of elements v with 0 < |v| < 2^exponent; bins start at powers of two."""
@@ -220,6 +235,11 @@ class RunFacts:
         return [(step, float(scale)) for step, scale in pairs if math.isfinite(scale)]
 
     @cached_property
+    def losses(self) -> list[float]:
+        """The recorded losses."""
+        return [float(record.loss) for record in self.run.steps if record.loss is not None]
+
+    @cached_property
     def grad_norms(self) -> list[tuple[int, float]]:
         """Step and gradient norm of every clipped or sampled step."""
         sampled = {sample.step: sample.grad_norm for sample in self.run.samples}
@@ -238,6 +258,19 @@ class RunFacts:
     def is_scaled(self) -> bool:
         """Whether losses were scaled; bf16 and fp32 runs have no scale, or a scale of 1."""
         return any(scale != 1.0 for _, scale in self.scales)
+
+    @cached_property
+    def computes_in(self) -> str:
+        """The format in which the run computed: "fp16", "bf16", or "" if the record does not show it.
+
+        Gradients that end at fp16's smallest number are of fp16; otherwise outputs that have the digits of bf16 are of
+        bf16. A scaled loss is a sign of fp16 too. What is left is fp32, or fp16 or bf16 with too few samples.
+        """
+        if self.has_cut_off:
+            return "fp16"
+        if are_bf16(self.run.samples):
+            return "bf16"
+        return "fp16" if self.is_scaled else ""
 
     @property
     def has_cut_off(self) -> bool:

@@ -44,6 +44,7 @@ class Summary:
         mistakes: Mistakes in the script, without duplicates.
         report: The report page; None if there is none.
         notes: Settings that had no effect.
+        formats: The format in which each run computed: "fp16", "bf16", or "" if that is not known.
     """
 
     runs: Sequence[Run] = ()
@@ -51,11 +52,14 @@ class Summary:
     mistakes: Sequence[MistakeRecord] = ()
     report: Path | None = None
     notes: Sequence[str] = ()
+    formats: Sequence[str] = ()
 
     @classmethod
     def of(cls, runs: Sequence[Run], report: Path | None = None) -> Summary:
         """Judge runs and summarize them."""
-        return cls(runs, [judge(RunFacts(run)) for run in runs], distinct_mistakes(runs), report)
+        facts = [RunFacts(run) for run in runs]
+        formats = [each.computes_in for each in facts]
+        return cls(runs, [*map(judge, facts)], distinct_mistakes(runs), report, formats=formats)
 
     @property
     def first_finding(self) -> Advice | None:
@@ -115,6 +119,8 @@ class Summary:
                 {
                     "run": name,
                     "steps": len(run.steps),
+                    "format": computes_in or None,
+                    "loss": _losses(run),
                     **({"lost": run.lost} if run.lost else {}),
                     **({"alone": [alone.why for alone in run.alone]} if run.alone else {}),
                     "skipped": dict(Counter(step.why_skipped for step in run.steps if step.skipped)),
@@ -132,7 +138,9 @@ class Summary:
                         for piece in verdict
                     ],
                 }
-                for name, run, verdict in zip(self._names, self.runs, self.verdicts, strict=True)
+                for name, run, verdict, computes_in in zip(
+                    self._names, self.runs, self.verdicts, self.formats or [""] * len(self.runs), strict=True
+                )
             ],
         }
 
@@ -142,6 +150,12 @@ class Summary:
         severities = {piece.severity for verdict in self.verdicts for piece in verdict}
         grave = {"critical", "warning"} if "warning" in wanted else {"critical"} if "critical" in wanted else set()
         return bool(severities & grave) or ("mistake" in wanted and bool(self.mistakes))
+
+
+def _losses(run: Run) -> dict[str, Any] | None:
+    """Return the first and the last recorded loss; None if there is none."""
+    losses = [float(step.loss) for step in run.steps if step.loss is not None]
+    return {"first": _json(losses[0]), "last": _json(losses[-1])} if losses else None
 
 
 def _json(value: Measured) -> Any:

@@ -11,6 +11,8 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
+from castwise.report._downsampling import Point
+
 Figure = dict[str, Any]
 Trace = dict[str, Any]
 
@@ -23,6 +25,33 @@ def plain(text: str) -> str:
 def power_label(exponent: float) -> str:
     """Format a power of two as plotly HTML."""
     return f"2<sup>{exponent:g}</sup>".replace("-", "\N{MINUS SIGN}")
+
+
+def line(name: str, points: Sequence[tuple[int, float | None]], color: str, width: float = 1.5) -> Trace:
+    """Return a line over the steps, which has a hole at each None."""
+    return {
+        "type": "scatter",
+        "mode": "lines" if len(points) > 1 else "markers",
+        "name": name,
+        "x": [step for step, _ in points],
+        "y": [None if value is None else rounded(value) for _, value in points],
+        "line": {"color": color, "width": width},
+        "marker": {"color": color},
+        "hovertemplate": f"step %{{x:,}}<br>{name} %{{y:.4~g}}<extra></extra>",
+        "showlegend": False,
+    }
+
+
+def rounded(value: float) -> float:
+    """Round to six digits, which keeps the page small."""
+    return float(f"{value:.6g}")
+
+
+def range_of(points: Sequence[Point]) -> list[float]:
+    """Return the range of an axis that has some room above and below points."""
+    lowest, highest = min(value for _, value in points), max(value for _, value in points)
+    margin = 0.06 * (highest - lowest) or 0.1 * abs(highest) or 1.0
+    return [lowest - margin, highest + margin]
 
 
 def align(figures: Sequence[Figure]) -> None:

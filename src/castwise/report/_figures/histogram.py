@@ -42,8 +42,8 @@ class Histogram:
         inside = sum(count for exponent, count in self.scaled.items() if low <= exponent < high)
         return inside / self.elements if self.elements else 0.0
 
-    def caption(self) -> str:
-        """Describe the histogram in words."""
+    def caption(self, in_fp16: bool) -> str:
+        """Describe the histogram in words; `in_fp16` is whether the run computed in fp16."""
         if not self.elements:
             return "No finite gradients of this module in this sample."
         lost = self.share(-math.inf, FP16.smallest_subnormal_exponent - 1)
@@ -55,8 +55,9 @@ class Histogram:
         at = f"scale {lowest}" if lowest == highest else f"scales {lowest} to {highest}"
         zero = max(0.0, 1.0 - sum(self.plain.values()) / self.elements)
         return (
-            f"At {at}, {percent(lost)} of the elements round to zero in fp16, {percent(coarse)} are subnormal, and "
-            f"{percent(zero)} are zero and not drawn. "
+            f"At {at}, {percent(lost)} of the elements {'round' if in_fp16 else 'would round'} to zero in fp16, "
+            f"{percent(coarse)} {'are' if in_fp16 else 'would be'} subnormal, and {percent(zero)} are zero and not "
+            "drawn. "
             f"The largest are below 2^{top + 1}; fp16 ends at 2^{FP16.bias + 1}."
         )
 
@@ -89,8 +90,14 @@ def _histogram(by_shift: Mapping[int, Mapping[int, int]], elements: int) -> Hist
     return Histogram(plain, scaled, elements, tuple(2.0**shift for shift in by_shift))
 
 
-def histogram(samples: Sequence[SampleRecord], modules: Sequence[str]) -> Figure:
-    """Return the histogram of one run; its choices are moments and modules, such as "last/blocks.0.attn"."""
+def histogram(samples: Sequence[SampleRecord], modules: Sequence[str], *, in_fp16: bool) -> Figure:
+    """Return the histogram of one run; its choices are moments and modules, such as "last/blocks.0.attn".
+
+    Args:
+        samples: The run's samples.
+        modules: Names of the modules.
+        in_fp16: Whether the run computed in fp16. Otherwise its limits are drawn as those of another format.
+    """
     nothing = _histogram({}, 0)
     found = {
         f"{moment}/{module}": of_modules.get(module, nothing)
@@ -100,10 +107,15 @@ def histogram(samples: Sequence[SampleRecord], modules: Sequence[str]) -> Figure
     whole = found[f"whole/{ALL_MODULES}"]
     lowest = min([-28, *whole.plain, *whole.scaled]) - 2
     highest = max([18, *whole.plain, *whole.scaled]) + 2
-    first = _choice(whole)
+    first = _choice(whole, in_fp16)
+    is_scaled = set(whole.scales) != {1.0}
     styles: list[Trace] = [
-        {"name": "unscaled", "marker": {"color": "--muted-bar", "line": {"width": 0}}},
-        {"name": "scaled", "marker": {"color": "--accent", "line": {"width": 0}}, "opacity": 0.85},
+        {"name": "unscaled", "marker": {"color": "--muted-bar", "line": {"width": 0}}, "showlegend": is_scaled},
+        {
+            "name": "scaled" if is_scaled else "gradients",
+            "marker": {"color": "--accent", "line": {"width": 0}},
+            "opacity": 0.85 if is_scaled else 1.0,
+        },
     ]
     bars = [
         {
@@ -117,17 +129,17 @@ def histogram(samples: Sequence[SampleRecord], modules: Sequence[str]) -> Figure
     ]
     return {
         "data": [*bars, *_formats()],
-        "layout": {**_layout(lowest, highest), **first["layout"]},
-        "choices": {key: _choice(each) for key, each in found.items()},
+        "layout": {**_layout(lowest, highest, in_fp16), **first["layout"]},
+        "choices": {key: _choice(each, in_fp16) for key, each in found.items()},
         "height": 460,
     }
 
 
-def _choice(histogram: Histogram) -> dict[str, Any]:
+def _choice(histogram: Histogram, in_fp16: bool) -> dict[str, Any]:
     return {
         "data": [_bins(histogram.plain, histogram.elements), _bins(histogram.scaled, histogram.elements)],
-        "layout": {"annotations": _annotations(histogram)},
-        "caption": histogram.caption(),
+        "layout": {"annotations": _annotations(histogram, in_fp16)},
+        "caption": histogram.caption(in_fp16),
     }
 
 
@@ -140,11 +152,12 @@ def _bins(counts: Counter[int], elements: int) -> Trace:
     return {"x0": exponents[0] + 0.5, "dx": 1, "y": heights}
 
 
-def _annotations(histogram: Histogram) -> list[dict[str, Any]]:
+def _annotations(histogram: Histogram, in_fp16: bool) -> list[dict[str, Any]]:
     """Label the regions, and draw an arrow from the unscaled to the scaled gradients."""
+    color = "--danger" if in_fp16 else "--ink-soft"
     notes: list[dict[str, Any]] = [
-        _note("lost in fp16", FP16.smallest_subnormal_exponent - 1),
-        _note("overflow \N{RIGHTWARDS ARROW}", FP16.bias + 1),
+        _note("lost in fp16", FP16.smallest_subnormal_exponent - 1, color),
+        _note("overflow \N{RIGHTWARDS ARROW}" if in_fp16 else "overflow in fp16", FP16.bias + 1, color),
     ]
     if histogram.plain and set(histogram.scales) != {1.0}:
         start, end = _median(histogram.plain), _median(histogram.scaled)
@@ -168,7 +181,7 @@ def _median(counts: Counter[int]) -> float:
     return 0.0
 
 
-def _note(text: str, edge: float) -> dict[str, Any]:
+def _note(text: str, edge: float, color: str) -> dict[str, Any]:
     return {
         "text": text,
         "x": edge,
@@ -178,7 +191,7 @@ def _note(text: str, edge: float) -> dict[str, Any]:
         "yref": "paper",
         "yanchor": "top",
         "showarrow": False,
-        "font": {"color": "--danger"},
+        "font": {"color": color},
     }
 
 
@@ -210,17 +223,18 @@ def _formats() -> Iterable[Trace]:
         }
 
 
-def _layout(lowest: int, highest: int) -> dict[str, Any]:
+def _layout(lowest: int, highest: int, in_fp16: bool) -> dict[str, Any]:
     lost, over = FP16.smallest_subnormal_exponent - 1, FP16.bias + 1
+    color, wash = ("--danger", "--danger-wash") if in_fp16 else ("--ink-soft", "rgba(0,0,0,0)")
     region = {"type": "rect", "yref": "paper", "y0": 0, "y1": 0.92, "layer": "below", "line": {"width": 0}}
-    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 0.92, "line": {"color": "--danger", "dash": "dot"}}
+    edge = {"type": "line", "yref": "paper", "y0": 0, "y1": 0.92, "line": {"color": color, "dash": "dot"}}
     ticks = list(range(-_FAR, _FAR, 8))
     return {
         "barmode": "overlay",
         "bargap": 0,
         "shapes": [
-            {**region, "x0": -_FAR, "x1": lost, "fillcolor": "--danger-wash"},
-            {**region, "x0": over, "x1": _FAR, "fillcolor": "--danger-wash"},
+            {**region, "x0": -_FAR, "x1": lost, "fillcolor": wash},
+            {**region, "x0": over, "x1": _FAR, "fillcolor": wash},
             {**edge, "x0": lost, "x1": lost},
             {**edge, "x0": over, "x1": over},
         ],

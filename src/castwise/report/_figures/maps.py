@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from castwise._number_text import headroom, percent
 from castwise.monitor._formats import LOW_PRECISION
 from castwise.monitor._records import SampleRecord, Stats
 from castwise.report._downsampling import in_buckets
 from castwise.report._figures import Figure, Trace
 from castwise.report._range_advice import FLUSH_IS_CRITICAL
-from castwise.report._run_facts import RunFacts, shown
+from castwise.report._run_facts import RunFacts, named, shown
 from castwise.report._scale_window import FLUSH_MATTERS, GRADIENT_HEADROOM_BITS
 from castwise.report._underflow import Underflow
 
@@ -116,14 +117,15 @@ def heat_map(
         for kind, key in KINDS.items()
     }
     sampled = [column[-1][0].step if column else None for column in columns["gradients"]]
-    choices: dict[str, dict[str, Any]] = {
-        f"{kind}/{name}": {
-            "data": _traces(measure, _grid(measure, columns[kind], rows[kind], key, name), sampled),
-            "kind": kind,
-        }
-        for kind, key in KINDS.items()
-        for name in LOW_PRECISION
-    }
+    choices: dict[str, dict[str, Any]] = {}
+    for kind, key in KINDS.items():
+        for name in LOW_PRECISION:
+            grid = _grid(measure, columns[kind], rows[kind], key, name)
+            choices[f"{kind}/{name}"] = {
+                "data": _traces(measure, grid, sampled),
+                "kind": kind,
+                "caption": _caption(measure, grid, columns[kind], rows[kind], (kind, name)),
+            }
     shown_at = range(0, len(buckets), -(-len(buckets) // TICKS) or 1)
     layout = {
         "xaxis": {
@@ -173,9 +175,48 @@ def _worst(
             continue
         if stats.nonfinite > 0:
             return math.nan
-        value = underflow.share(module, stats, name) if measure is FLUSH else stats.formats[name].headroom_bits
+        value = _of(measure, stats, underflow, module, name)
         worst = value if worst is None else measure.worse(worst, value)
     return worst
+
+
+def _caption(
+    measure: Measure,
+    grid: Sequence[Sequence[float | None]],
+    columns: Sequence[Sequence[Judged]],
+    modules: Sequence[str],
+    of: tuple[str, str],
+) -> str:
+    """Name the most dangerous cell of a map of a kind and a format."""
+    kind, name = of
+    cells = [
+        (value, row, column)
+        for row, values in enumerate(grid)
+        for column, value in enumerate(values)
+        if value is not None and math.isfinite(value)
+    ]
+    if not cells:
+        values = {value for values in grid for value in values if value is not None}
+        if math.inf in values:
+            return f"All {kind} are zero."
+        return f"{kind.capitalize()}: no sample was finite." if values else f"No {kind} were sampled."
+    value, row, column = (max if measure.safe_first else min)(cells, key=lambda cell: cell[0])
+    module = modules[row]
+    step = next(
+        sample.step
+        for sample, underflow in columns[column]
+        if (stats := getattr(sample, KINDS[kind]).get(module)) is not None
+        and _of(measure, stats, underflow, module, name) == value
+    )
+    if measure is FLUSH:
+        if not value:
+            return f"No {kind[:-1]} in any sample rounds to zero in {name}."
+        return f"Highest for {name} {kind}: {percent(value)} in {named(module)} at step {step:,}."
+    return f"Lowest for {name} {kind}: {headroom(value)} in {named(module)} at step {step:,}."
+
+
+def _of(measure: Measure, stats: Stats, underflow: Underflow, module: str, name: str) -> float:
+    return underflow.share(module, stats, name) if measure is FLUSH else stats.formats[name].headroom_bits
 
 
 def _traces(measure: Measure, grid: Sequence[Sequence[float | None]], steps: Sequence[int | None]) -> list[Trace]:

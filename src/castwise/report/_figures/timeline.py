@@ -1,17 +1,18 @@
-"""Scale, loss, gradient norm and learning rate over the steps, with skips and findings marked."""
+"""Loss, scale, gradient norm and learning rate over the steps, with skips and findings marked."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from castwise._number_text import several
 from castwise.monitor import _causes as causes
 from castwise.monitor._recorded_run import distinct_invariants
-from castwise.report._downsampling import Point, changes, extremes, in_buckets
-from castwise.report._figures import Figure, Trace, plain, power_label
+from castwise.report._downsampling import changes, extremes, in_buckets
+from castwise.report._figures import Figure, Trace, line, plain, power_label, range_of
+from castwise.report._figures.losses import LossCurve
 from castwise.report._run_facts import RunFacts
 from castwise.report._skips import Skips
 
@@ -38,6 +39,8 @@ class Panel:
         height: Height relative to other panels.
         traces: The plotted traces.
         layout: Layout of the y axis.
+        shapes: Shapes in the plot.
+        words: Annotations in the plot.
     """
 
     axis: str
@@ -45,32 +48,33 @@ class Panel:
     height: float
     traces: list[Trace]
     layout: dict[str, Any]
+    shapes: list[dict[str, Any]] = field(default_factory=list)
+    words: list[dict[str, Any]] = field(default_factory=list)
 
 
 def timeline(facts: RunFacts) -> Figure | None:
-    """Return one run's skips, scale, loss, gradient norm and learning rate as a figure; None if nothing is recorded."""
+    """Return one run's skips, loss, scale, gradient norm and learning rate as a figure; None if nothing is recorded."""
     steps = facts.run.steps
     panels = []
     strips = [*map(_strip, facts.skips), *(_strip(fault, "taken") for fault in facts.faults)]
     if strips:
         title = " and ".join([*["skips"] * bool(facts.skips), *["taken with inf or NaN"] * bool(facts.faults)])
         panels.append(Panel("", title, 0.35, strips, {"range": [-1, 1], "visible": False}))
+    loss = LossCurve.of(facts)
+    if loss is not None:
+        panels.append(_loss(loss, facts))
     if facts.scales:
         panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
-    loss = extremes([(record.step, float(record.loss)) for record in steps if record.loss is not None])
-    if loss:
-        traces = [_line("loss", loss, "--accent"), *_findings(facts, dict(loss))]
-        panels.append(Panel("3", "loss", 1.0, traces, {"range": _range(loss), "nticks": 5}))
     norm = extremes([point for point in facts.grad_norms if point[1] > 0])
     if norm:
-        logs = _range([(step, math.log10(value)) for step, value in norm])
+        logs = range_of([(step, math.log10(value)) for step, value in norm])
         axis = {"type": "log", "range": logs, **_decades(*logs)}
-        panels.append(Panel("4", "gradient norm", 0.8, [_line("gradient norm", norm, "--line-2")], axis))
+        panels.append(Panel("4", "gradient norm", 0.8, [line("gradient norm", norm, "--line-2")], axis))
     rates = changes([(record.step, float(record.lr)) for record in steps if record.lr is not None])
-    if loss and len({rate for _, rate in rates}) > 1:  # the settings have a constant one
-        line = _line("learning rate", rates, "--ink-soft")
-        line["line"]["shape"] = "hv"
-        panels.append(Panel("5", "learning rate", 0.5, [line], {"range": _range(rates), "nticks": 3}))
+    if loss is not None and len({rate for _, rate in rates}) > 1:  # the settings have a constant one
+        curve = line("learning rate", rates, "--ink-soft")
+        curve["line"]["shape"] = "hv"
+        panels.append(Panel("5", "learning rate", 0.5, [curve], {"range": range_of(rates), "nticks": 3}))
     return _stacked(panels, steps[0].step, steps[-1].step) if panels else None
 
 
@@ -105,11 +109,11 @@ def _strip(skips: Skips, what: str = "skipped") -> Trace:
 
 
 def _scale(facts: RunFacts) -> Iterable[Trace]:
-    line = _line("scale", changes(facts.scales), "--ink-soft")
-    line["line"]["shape"] = "hv"
-    line["y"] = [math.log2(scale) if scale > 0 else None for scale in line["y"]]
-    line["hovertemplate"] = "step %{x:,}<br>scale 2^%{y:.4~g}<extra></extra>"
-    yield line
+    curve = line("scale", changes(facts.scales), "--ink-soft")
+    curve["line"]["shape"] = "hv"
+    curve["y"] = [math.log2(scale) if scale > 0 else None for scale in curve["y"]]
+    curve["hovertemplate"] = "step %{x:,}<br>scale 2^%{y:.4~g}<extra></extra>"
+    yield curve
     at = dict(facts.scales)
     for skips in facts.skips:
         marked = [(step, text) for step, text in marks(skips) if at.get(step, 0) > 0]
@@ -121,6 +125,20 @@ def _scale(facts: RunFacts) -> Iterable[Trace]:
             "marker": _marker(skips.cause, 9),
             "showlegend": False,
         }
+
+
+def _loss(curve: LossCurve, facts: RunFacts) -> Panel:
+    steps = facts.run.steps[-1].step - facts.run.steps[0].step + 1
+    traces = [{**trace, "showlegend": bool(curve.average)} for trace in curve.traces("--accent")]
+    return Panel(
+        axis="3",
+        title="loss",
+        height=2.2,
+        traces=[*traces, *_findings(facts, dict(curve.points))],
+        layout={"range": range_of(curve.points), "nticks": 7},
+        shapes=curve.gap_shapes("3"),
+        words=curve.gap_words("3", steps),
+    )
 
 
 def _findings(facts: RunFacts, losses: dict[int, float]) -> Iterable[Trace]:
@@ -138,26 +156,6 @@ def _findings(facts: RunFacts, losses: dict[int, float]) -> Iterable[Trace]:
             "marker": {"color": "--cause-other", "symbol": "diamond", "size": 9, "line": {"width": 0}},
             "hovertemplate": "step %{x:,}<br>%{text}<extra></extra>",
         }
-
-
-def _line(name: str, points: Sequence[Point], color: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines" if len(points) > 1 else "markers",
-        "name": name,
-        "x": [step for step, _ in points],
-        "y": [float(f"{value:.6g}") for _, value in points],
-        "line": {"color": color, "width": 1.5},
-        "marker": {"color": color},
-        "hovertemplate": f"step %{{x:,}}<br>{name} %{{y:.4~g}}<extra></extra>",
-        "showlegend": False,
-    }
-
-
-def _range(points: Sequence[Point]) -> list[float]:
-    lowest, highest = min(value for _, value in points), max(value for _, value in points)
-    margin = 0.06 * (highest - lowest) or 0.1 * abs(highest) or 1.0
-    return [lowest - margin, highest + margin]
 
 
 def _decades(lowest: float, highest: float) -> dict[str, Any]:
@@ -188,13 +186,14 @@ def _stacked(panels: Sequence[Panel], first: int, last: int) -> Figure:
     gap, total = 0.07, sum(panel.height for panel in panels) or 1.0
     free = 1.0 - gap * max(len(panels) - 1, 0)
     data: list[Trace] = []
-    layout: dict[str, Any] = {"annotations": [], "hovermode": "closest"}
+    layout: dict[str, Any] = {"annotations": [], "shapes": [], "hovermode": "closest"}
     top = 1.0
     for panel in panels:
         bottom = max(0.0, top - free * panel.height / total)
         layout[f"yaxis{panel.axis}"] = {"domain": [bottom, top], "zeroline": False, **panel.layout}
         data += [{**trace, "yaxis": f"y{panel.axis}"} for trace in panel.traces]
-        layout["annotations"].append(_title(panel.title, top))
+        layout["annotations"] += [_title(panel.title, top), *panel.words]
+        layout["shapes"] += panel.shapes
         top = bottom - gap
     layout["xaxis"] = {
         "range": [first - margin, last + margin],
@@ -204,8 +203,9 @@ def _stacked(panels: Sequence[Panel], first: int, last: int) -> Figure:
         "nticks": 8,
         "zeroline": False,
     }
-    layout["legend"] = {"orientation": "h", "x": 0, "y": 1.05, "yanchor": "bottom"}
-    return {"data": data, "layout": layout, "height": 110 + round(150 * total)}
+    height = 110 + round(150 * total)
+    layout["legend"] = {"orientation": "h", "x": 0, "y": 1 + 22 / height, "yanchor": "bottom"}  # above the first title
+    return {"data": data, "layout": layout, "height": height}
 
 
 def _title(text: str, top: float) -> dict[str, Any]:

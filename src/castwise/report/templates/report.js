@@ -19,9 +19,10 @@
   const chosen = (plot, figure) => {
     if (!figure.choices) return {};
     const given = new FormData(controls(plot.dataset.figure));
-    const key = [...given].filter(([name]) => !["search", "all"].includes(name)).map(([, value]) => value).join("/");
+    const isKey = (name) => (figure.keys ? figure.keys.includes(name) : !["search", "all"].includes(name));
+    const key = [...given].filter(([name]) => isKey(name)).map(([, value]) => value).join("/");
     const choice = figure.choices[key];
-    if (!choice) return { data: figure.data.map(() => ({ x: [], y: [], z: [] })), caption: "Not in this run." };
+    if (!choice) return { data: figure.data.map(() => ({ x: [], y: [], z: [] })), caption: figure.missing || "Not in this run." };
     return choice.kind ? withRows(figure, choice, given.get("search"), given.has("all")) : choice;
   };
 
@@ -52,6 +53,7 @@
       return {
         names: [name],
         of: 0,
+        caption: choice.caption,
         diagnosed: new Set(),
         data: [
           { x: cells.x, y: [0], z: [cells.x.map(() => null)], customdata: cells.customdata, text: [cells.x.map(() => name)] },
@@ -63,6 +65,7 @@
     return {
       names: rows.map((row) => names[row]),
       of: names.length,
+      caption: choice.caption,
       diagnosed: new Set(figure.diagnosed),
       data: [
         {
@@ -125,8 +128,8 @@
         "No module was finite in any sample.";
     }
     const data = figure.data.map((trace, place) => resolve({ ...trace, ...(choice.data || [])[place] }, style));
-    const caption = choice.caption && document.getElementById(`${plot.id}-caption`);
-    if (caption) caption.innerHTML = "", caption.append(...powers(choice.caption));
+    const caption = figure.choices && document.getElementById(`${plot.id}-caption`);
+    if (caption) caption.innerHTML = "", caption.append(...powers(choice.caption || ""));
     return Plotly.react(plot, data, layoutOf(plot, figure, choice, style), { displayModeBar: false, responsive: true });
   };
 
