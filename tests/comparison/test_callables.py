@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.report.test_report import Page
 from torch import Tensor, nn
 
 import castwise
@@ -45,7 +46,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def test_a_compiled_model_runs_compiled_beside_the_eager_one_and_module_by_module(
-    model: nn.Module, batches: Any, compiler: Compiler
+    model: nn.Module, batches: Any, compiler: Compiler, tmp_path: Path
 ) -> None:
     drift = castwise.compare(model, batches, {"compiled": torch.compile(model, backend=compiler)}, loss=LOSS)
     assert (drift.reference, [*drift.policies]) == ("float64", ["eager", "compiled"])
@@ -67,6 +68,11 @@ def test_a_compiled_model_runs_compiled_beside_the_eager_one_and_module_by_modul
         assert each.eager.relative_rms < 1e-6
     assert compiler.graphs == 1 + 4, "the model for training, and its modules"
     assert eager.alone == ()
+    pytest.importorskip("plotly")
+    growth, worst = max((each.compiled.relative_rms / each.eager.relative_rms, each.name) for each in compiled.alone)
+    page = Page(drift.report(tmp_path / "drift.html"))
+    assert f"worst compiled by itself: {worst}, {growth:.3g} times the error of eager" in page.text
+    assert "#alone" in [attributes.get("href") for _, attributes in page.tags]
     text = str(drift)
     assert "compiled: each module compiled by itself, errors relative to float64" in text
     assert "compiled: its gradients are farther from the reference than those of the eager model" in text
@@ -107,7 +113,11 @@ def test_callables_and_policies_are_compared_with_one_reference(model: nn.Module
     assert drift["same"].summary == drift["eager"].summary
     assert drift["bf16"].modules
     assert drift.noise is not None
-    assert "same" in drift.report(tmp_path / "drift.html").read_text()
+    text = Page(drift.report(tmp_path / "drift.html")).text
+    assert text.count("eager and same are closest to float64\n") == 2  # title and heading
+    assert "eager and same run without hooks inside, so there is no column for them." in text
+    for policy_drift in drift:
+        assert f"{policy_drift.name} changes the loss by{policy_drift.summary.loss_error:.2g}" in text
     assert castwise.compare(model, batches, {"bf16": castwise.policies.bf16}, loss=LOSS).reference == "float32"
 
 

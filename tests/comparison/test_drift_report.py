@@ -254,9 +254,12 @@ def test_a_page_begins_with_the_result_and_gives_effects_in_units_of_the_loss(tm
     bf16 = drift["bf16"]
     worst = max(bf16.modules, key=lambda module: module.loss_shift or 0.0)
     assert worst.loss_shift
-    change = percent(bf16.summary.relative_loss_error)
+    change = f"{bf16.summary.loss_error:.2g} of {bf16.summary.reference_loss:.4g}"
     assert text.count(f"bf16 changes the loss by {change}\n") == 2  # title and heading
-    assert f"cosine of the gradients {bf16.summary.gradient_cosine:.6g}, worst module: {worst.name}" in text
+    assert bf16.summary.gradient_errors is not None
+    gradients = percent(bf16.summary.gradient_errors.relative_rms)
+    loss = percent(bf16.summary.relative_loss_error)
+    assert f"{loss} of the loss, gradients off by {gradients}, worst module: {worst.name}" in text
     head = text[text.rindex("The largest come first.") :]
     assert head.index("Introduced") < head.index("Carried") < head.index("Format") < head.index("Type")
     assert f"{worst.loss_shift / 2:.2e}" in text  # of one of four batches

@@ -304,6 +304,8 @@ def _print(drift: Drift) -> None:
 
     console = new_console(WIDTH)
     console.print(drift.headline())
+    if result := drift.result():
+        console.print(result)
     summary = drift.summary_rows()
     _print_table(console, summary, set(range(1, len(summary[0]))))
     for policy_drift in drift:

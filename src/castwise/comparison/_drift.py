@@ -14,6 +14,7 @@ from castwise._frames import new_frame
 from castwise._number_text import percent, several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._callables import ModuleAlone
+from castwise.comparison._closest import closest
 from castwise.comparison._errors import Errors
 from castwise.comparison._log_probs import LogProbDrift
 
@@ -83,6 +84,7 @@ class Summary:
         gradient_errors: Errors of the gradient; None without gradients.
         loss_scale: The scale of the loss in the backward; 1 unless the policy computes in fp16.
         log_probs: Drift of the log-probabilities of the target tokens; None if the outputs are not logits.
+        loss_error: Mean over the batches of `|loss - reference loss|`, in units of the loss.
     """
 
     loss: float
@@ -93,6 +95,7 @@ class Summary:
     gradient_errors: Errors | None
     loss_scale: float
     log_probs: LogProbDrift | None
+    loss_error: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,8 @@ class Drift(Shown):
 
     def _blocks(self) -> Iterator[Block]:
         yield self.headline()
+        if result := self.result():
+            yield result
         yield Table(self.summary_rows(), right=range(1, 20))
         for policy_drift in self:
             if policy_drift.problem:  # listed in the notes
@@ -245,6 +250,10 @@ class Drift(Shown):
         first = next(iter(self), self.noise)
         loss = "" if first is None else f", whose loss is {first.summary.reference_loss:.6g}"
         return f"against {reference}{loss}, over {self.batches:,} batch{'' if self.batches == 1 else 'es'}"
+
+    def result(self) -> str:
+        """Return in a sentence which policy is closest to the reference by its loss; "" for fewer than two."""
+        return ": ".join(filter(None, closest(self)))
 
     def summary_rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the summary table as text, header first: one per policy, and one for the noise."""
@@ -294,6 +303,7 @@ class Drift(Shown):
         return {
             "reference": self.reference,
             "batches": self.batches,
+            "result": self.result(),
             "policies": policies,
             "noise": None if self.noise is None else _record(self.noise),
             "not_called": list(self.not_called),

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from castwise._number_text import percent
+from castwise._number_text import joined, percent
 from castwise._shown import as_html
+from castwise.comparison._closest import closest, gradient_error
 from castwise.comparison._drift_map import STEPS, abbreviated, heat_map, returns_other, shift_of_a_batch
 from castwise.report import _page as pages
 from castwise.report._plotly_script import packed, script_hash
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # Number of bars, and of rows of the heat map, drawn at first: the largest.
 AT_FIRST, HEAT_AT_FIRST = 40, 24
 _COLUMNS = ("Loss shift", "Introduced", "Carried", "Gradients", "Gradients, introduced", "Gradients, carried")
+# Errors that differ by less are equally large.
+_NO_GROWTH = 1.2
 _UNKNOWN = "\N{EN DASH}"
 
 
@@ -51,6 +54,7 @@ def write_drift_report(
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
     drawn = [policy_drift for policy_drift in shown if policy_drift.modules]
     compiled = [block for policy_drift in drift for block in policy_drift._blocks_alone()]
+    title, reason = _title(drift) if tuned is None else (tuned._title(), "")
     html = environment.get_template("drift.html.j2").render(
         drift=drift,
         tuned=tuned,
@@ -58,7 +62,9 @@ def write_drift_report(
         not_tried=() if tuned is None else tuned.not_tried,
         not_called=(drift if tuned is None else tuned).not_called,
         summary=_without_empty_columns(drift.summary_rows()),
-        title=_title(drift) if tuned is None else tuned._title(),
+        title=title,
+        reason=reason,
+        no_columns=_without_columns(drift),
         results=[_result(policy_drift, drift.batches) for policy_drift in drift if not policy_drift.failure],
         heat=heat_map(shown, {} if tuned is None else tuned.formats, drift.batches),
         heat_steps=range(1, STEPS + 1),
@@ -83,23 +89,54 @@ def write_drift_report(
     return target
 
 
-def _title(drift: Drift) -> str:
-    """Return the page's title: the result, of one policy."""
-    several = len(drift.policies) != 1
+def _title(drift: Drift) -> tuple[str, str]:
+    """Return the page's title, which is the result, and its reason if there are several policies."""
+    title, reason = closest(drift)
     results = [_result(policy_drift, drift.batches) for policy_drift in drift if not policy_drift.failure]
-    if several or not results:
-        return "What precision does to the model"
-    return f"{results[0][0]} changes the loss by {results[0][1]}"
+    if title:
+        return title, f"{reason[0].upper()}{reason[1:]}"
+    if len(drift.policies) != 1 or not results:
+        return "What precision does to the model", ""
+    summary = next(iter(drift)).summary
+    return f"{results[0][0]} changes the loss by {results[0][1]} of {summary.reference_loss:.4g}", ""
 
 
 def _result(drift: PolicyDrift, batches: int) -> tuple[str, str, str]:
-    """Return a policy's name, the share by which it changes the loss, and the rest of its result in words."""
-    cosine = drift.summary.gradient_cosine
-    words = ["of the loss"] + ([] if cosine is None else [f"cosine of the gradients {cosine:.6g}"])
+    """Return a policy's name, how much it changes the loss, and the rest of its result in words."""
+    words = [f"{percent(drift.summary.relative_loss_error)} of the loss"]
+    gradients = gradient_error(drift)
+    words += [] if gradients is None else [f"gradients off by {percent(gradients)}"]
     worst = _by_shift(drift, batches)[:1]
     if worst and shift_of_a_batch(worst[0], batches):
         words.append(f"worst module: {worst[0].name or '(root)'}")
-    return drift.name, percent(drift.summary.relative_loss_error), ", ".join(words)
+    if worst_alone := _worst_alone(drift):
+        words.append(worst_alone)
+    return drift.name, f"{drift.summary.loss_error:.2g}", ", ".join(words)
+
+
+def _without_columns(drift: Drift) -> str:
+    """Say of which callables the heat map has no column; "" if there are none."""
+    names = [policy_drift.name for policy_drift in drift if policy_drift.policy is None and not policy_drift.modules]
+    if not names:
+        return ""
+    one = len(names) == 1
+    run, them = ("runs", "it") if one else ("run", "them")
+    return f"{joined(names)} {run} without hooks inside, so there is no column for {them}"
+
+
+def _worst_alone(drift: PolicyDrift) -> str:
+    """Return in words which module's error grows most when it is compiled by itself; "" if none is known to."""
+    known = [
+        (each.compiled.relative_rms / each.eager.relative_rms, each.name)
+        for each in drift.alone
+        if each.compiled is not None and each.eager is not None and each.eager.relative_rms
+    ]
+    if not known:
+        return ""
+    growth, name = max(known)
+    if growth <= _NO_GROWTH:
+        return "modules compiled by themselves are as close as eager"
+    return f"worst compiled by itself: {name}, {growth:.3g} times the error of eager"
 
 
 def _by_shift(drift: PolicyDrift, batches: int) -> list[ModuleDrift]:

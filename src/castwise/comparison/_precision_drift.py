@@ -375,6 +375,7 @@ class Comparison:
             gradient_errors=variant.gradients.errors(),
             loss_scale=variant.loss_scale if math.isfinite(variant.loss_scale) else 1.0,
             log_probs=variant.log_probs.drift(),
+            loss_error=mean([_loss_error(loss, expected) for loss, expected in pairs]),
         )
         modules.sort(
             key=lambda module: (-math.inf if module.effect is None else module.effect, -module.place), reverse=True
@@ -741,6 +742,10 @@ def _notes_of_calls(variants: list[_Variant]) -> Iterator[str]:
 def mean(values: Sequence[float]) -> float:
     """Return the mean of numbers; NaN if there are none."""
     return sum(values) / len(values) if values else math.nan
+
+
+def _loss_error(loss: float, expected: float) -> float:
+    return abs(loss - expected) if math.isfinite(loss) else math.inf
 
 
 def relative_loss_error(loss: float, expected: float) -> float:
