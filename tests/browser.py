@@ -47,6 +47,7 @@ class Browser:
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(driver))
         self.driver.command_executor.client_config.timeout = COMMAND_S
+        self.driver.set_script_timeout(PATIENCE_S)
 
     def open(self, page: Path, width: int = 1400, height: int = 900, theme: str = "light", ready: str = DRAWN) -> None:
         self.logs("browser")
