@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
+import os
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,28 @@ from torch.utils import cpp_extension
 _SOURCE = Path(__file__).with_suffix(".cpp")
 if reason := why_unavailable():
     raise ImportError(f"the simulated accelerator cannot be built: {reason}")
-_C: Any = cpp_extension.load("castwise_sim", [str(_SOURCE)], extra_cflags=["-O1", "-g0"])
+_ABANDONED = 600.0  # seconds after which the lock of a build is that of one that was killed
+
+
+def _built() -> Any:
+    """Build the C++ part, or return the one that was built from the same source, by any checkout."""
+    source = _SOURCE.read_bytes()
+    made_of = hashlib.sha256(source + f"{sys.version}{torch.__version__}".encode()).hexdigest()[:12]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR", cpp_extension.get_default_build_root())
+    folder = Path(root) / f"castwise_sim-{made_of}"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (copied := folder / _SOURCE.name).exists():  # ninja builds again if the source's path differs
+        part = copied.with_suffix(f".{os.getpid()}")
+        part.write_bytes(source)
+        part.replace(copied)
+    lock = folder / "lock"
+    with contextlib.suppress(FileNotFoundError):
+        if time.time() - lock.stat().st_mtime > _ABANDONED:  # torch would wait for it forever
+            lock.unlink()
+    return cpp_extension.load("castwise_sim", [str(copied)], extra_cflags=["-O1", "-g0"], build_directory=str(folder))
+
+
+_C: Any = _built()
 
 
 def _index(device: Any = None) -> int:
@@ -120,3 +144,11 @@ class Counted:
     @property
     def host_waits(self) -> int:
         return sum(self.waits.values())
+
+    def modelled_ms(self, times: float = 1.0) -> float:
+        """Return the milliseconds that this would take on an H200 by a model, for `times` as many bytes.
+
+        The device moves 85% of 4.8 TB/s and needs 3 us for each kernel; the host launches one in 5 us.
+        """
+        on_device = times * self.bytes / (0.85 * 4.8e12) + 3e-6 * self.launches
+        return 1e3 * max(on_device, 5e-6 * self.launches)
