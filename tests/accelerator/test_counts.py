@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from tests.accelerator.counts import counted, in_page, table
+from tests.accelerator.counts import TABLES, counted, in_page
 from tests.accelerator.training import CLIPPING, KINDS, Training, counted_step
 
 import castwise
@@ -44,5 +46,6 @@ def test_nor_do_many_iterations(kind: str, clipping: str) -> None:
     assert launches[0] <= launches[1]
 
 
-def test_the_manual_has_these_counts() -> None:
-    assert in_page() == table(), "run `python -m tests.accelerator.counts`"
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.name)
+def test_the_manual_has_these_counts(page: Path) -> None:
+    assert in_page(page) == TABLES[page](), "run `python -m tests.accelerator.counts`"

@@ -137,6 +137,36 @@ def test_a_write_from_outside_is_used() -> None:
 
 
 @simulated
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_compiled_step_of_gpt2_launches_few_kernels_and_takes_little_more_than_twice_the_time_of_fp32(
+    scaled: bool,
+) -> None:
+    from tests.accelerator.counts import of_gpt2
+
+    fp32, ours = of_gpt2(None, scaled=scaled), of_gpt2({}, scaled=scaled)
+    assert ours.counts.launches - fp32.counts.launches <= (70 if scaled else 60)
+    assert ours.counts.waits == {}
+    assert ours.ms <= 2.2 * fp32.ms
+    assert ours.workspace <= 1.25
+
+
+@simulated
+@pytest.mark.parametrize("options", OPTIONS)
+def test_compiled_codecs_have_the_bits_of_torchs_ops(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.accelerator.kernels import compiled_codecs
+
+    weights = []
+    for compiles in (False, True):
+        if compiles:
+            compiled_codecs(monkeypatch)
+        training = Training("fused", OPTIONS[options], scaled=True)
+        for batch in batches(4, spoilt=(2,)):
+            training.step(batch)
+        weights.append(training.fp32())
+    assert weights[0] == weights[1]
+
+
+@simulated
 def test_launches_do_not_grow_with_the_number_of_weights() -> None:
     def launches(layers: int) -> int:
         torch.manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,9 +18,11 @@ from castwise.master_weights._codecs import Codec
 
 ALIGNED = 8
 """Elements by which segments are aligned in buckets: 32 bytes of fp32."""
-# Bytes of fp32 weights in a bucket. On a CPU, a bucket stays in the cache between the passes over it. On an
-# accelerator, the host launches a few dozen kernels for each bucket, and larger ones keep the device busy meanwhile.
-_BUCKET_BYTES, _BUCKET_BYTES_ON_ACCELERATORS = 4 << 20, 64 << 20
+# Bytes of fp32 weights in a bucket. On a CPU, a bucket stays in the cache between the passes over it.
+_BUCKET_BYTES = 4 << 20
+# On an accelerator, each bucket costs eight launches or more, and its memory 8 bytes a weight. So there are seven:
+# fewer of small models, and more of large ones, for which the size is limited.
+_SHARE_ON_ACCELERATORS, _BUCKET_BYTES_ON_ACCELERATORS = 0.15, 96 << 20
 _PIECE = 1 << 20  # elements that a digest converts at once
 NO_DIGEST = -1
 """Stands for an unknown digest."""
@@ -190,9 +193,10 @@ class BucketViews:
 
     def __init__(self, bucket: Bucket, workspace: Workspace) -> None:
         self.values = workspace.get("values", torch.float32, bucket)
-        self.weights = workspace.get("weights", bucket.dtype, bucket)
-        """Copies of the 16-bit weights, if the bucket has several segments."""
         grads = workspace.get("grads", torch.float32, bucket)
+        self.weights = grads.view(bucket.dtype)[: bucket.length]
+        """Copies of the 16-bit weights, if the bucket has several segments; before and after the step, as they take the
+        memory of the gradients."""
         blocks = workspace.get_blocks if bucket.aligned > ALIGNED else workspace.get
         self.low_states = {name: blocks(name, torch.float32, bucket) for name in workspace.low_states}
         """Memory for state that is stored in 8 or 16 bits, by name; in full blocks if any is stored in 8."""
@@ -301,7 +305,7 @@ class Bucket:
         """
         weights = self._weights(views)
         if len(self.segments) > 1:
-            if self.has_gaps:
+            if self.has_gaps and self.device.type == "cpu":  # whose digest includes them
                 weights.zero_()
             torch._foreach_copy_([loan.low for loan in views.loans], [each.param_view() for each in self.segments])
         self.codec.decode(weights, views.values)
@@ -417,11 +421,13 @@ def fill(weights: list[Weight], *, cuts: bool, aligned: int) -> list[Bucket]:
     """
     full: list[Bucket] = []
     shared: list[Bucket] = []  # come last, because they include weights' last, shorter segments
-    open_: dict[torch.device, Bucket] = {}
+    open_ = defaultdict[torch.device, list[Bucket]](list)
+    lengths = Counter[torch.device]()
+    for weight in weights:
+        lengths[weight.layout.device] += local(weight.param).numel()
     for weight in weights:
         device, dtype = weight.layout.device, weight.layout.dtype
-        size = (_BUCKET_BYTES if device.type == "cpu" else _BUCKET_BYTES_ON_ACCELERATORS) // 4  # elements
-        size = max(size // aligned, 1) * aligned
+        size = rounded_up(_bucket_size(device, lengths[device]), aligned)
         length = local(weight.param).numel()
         longest = size if cuts and not is_dtensor(weight.param) else length
         for start in range(0, length, longest) if length else (0,):
@@ -430,8 +436,23 @@ def fill(weights: list[Weight], *, cuts: bool, aligned: int) -> list[Bucket]:
                 full.append(Bucket(device, dtype, aligned))
                 full[-1].add(weight, start, part)
                 continue
-            if device not in open_ or open_[device].length + part > size:
-                open_[device] = Bucket(device, dtype, aligned)
-                shared.append(open_[device])
-            open_[device].add(weight, start, part)
+            # On CPUs only the last one, so that runs resumed from older checkpoints draw the same random bits.
+            candidates = open_[device][-1:] if device.type == "cpu" else open_[device]
+            bucket = next((bucket for bucket in candidates if bucket.length + part <= size), None)
+            if bucket is None:
+                bucket = Bucket(device, dtype, aligned)
+                open_[device].append(bucket)
+                shared.append(bucket)
+            bucket.add(weight, start, part)
+    for bucket in shared:
+        if bucket.device.type != "cpu" and len(bucket.segments) > 1:
+            bucket.length = rounded_up(bucket.length, aligned)  # compiled codecs take multiples
     return full + shared
+
+
+def _bucket_size(device: torch.device, length: int) -> int:
+    """Return the number of weights in a bucket, for weights of a total length on a device."""
+    if device.type == "cpu":
+        return _BUCKET_BYTES // 4
+    share = max(math.ceil(_SHARE_ON_ACCELERATORS * length), _BUCKET_BYTES // 4)
+    return min(share, _BUCKET_BYTES_ON_ACCELERATORS // 4)

@@ -8,10 +8,14 @@ ties were rounded down.
 
 from __future__ import annotations
 
+import functools
 import zlib
 from abc import ABC, abstractmethod
 
 import torch
+
+from castwise.master_weights import _kernels
+from castwise.master_weights._kernels import GOLDEN, POOL, Kernel, can_compile, is_aligned, numbers_of_all_kinds
 
 _ROW = 512  # ties are searched in rows: one number in 65,536 is a tie, so most rows have none
 _TIE = -(1 << 15)
@@ -24,9 +28,6 @@ _EACH_BYTE = 0x0101010101010101
 _BIT_OF_EACH_BYTE = -0x7FBFDFEFF7FBFDFF  # 0x8040201008040201 as a signed number
 _GATHER_BITS = 0x0102040810204080
 _LOW_BITS = 0x7F7F7F7F7F7F7F7F
-
-_POOL = 1 << 16  # random words that all streams share; they stay in a CPU's cache
-_GOLDEN = 0x9E3779B9 - (1 << 32)  # 2^32 times the golden ratio, as a signed number
 
 
 class Codec(ABC):
@@ -72,7 +73,14 @@ class Codec(ABC):
 
 
 def codec_of(
-    method: str, dtype: torch.dtype, length: int, device: torch.device, *, chance: Chance, stream: str
+    method: str,
+    dtype: torch.dtype,
+    length: int,
+    device: torch.device,
+    *,
+    chance: Chance,
+    stream: str,
+    is_compiled: bool = False,
 ) -> Codec:
     """Return the codec of a method.
 
@@ -83,15 +91,21 @@ def codec_of(
         device: Their device.
         chance: Source of random bits, for "stochastic".
         stream: Name of the random stream, unique for each codec.
+        is_compiled: Whether to compile it, where that is possible.
     """
     if method == "stochastic":
         return _Stochastic(chance, stream)
-    return split_codec(dtype, length, device)
+    return split_codec(dtype, length, device, is_compiled=is_compiled)
 
 
-def split_codec(dtype: torch.dtype, length: int, device: torch.device) -> Codec:
+def split_codec(dtype: torch.dtype, length: int, device: torch.device, *, is_compiled: bool = False) -> Codec:
     """Return a codec that keeps all bits of fp32 weights, or nearly all for float16."""
-    return _SplitHalf(length, device) if dtype is torch.float16 else _Split(length, device)
+    if dtype is torch.float16:
+        return _SplitHalf(length, device)
+    # The bits of eight ties are a byte. Dynamo would compile again for one byte.
+    if is_compiled and length % 8 == 0 and length > 8 and codec_kernels(device) is not None:
+        return _CompiledSplit(length, device)
+    return _Split(length, device)
 
 
 class _Split(Codec):
@@ -128,6 +142,57 @@ class _Split(Codec):
 
     def bytes(self) -> int:
         return super().bytes() + self._ties.bytes()
+
+
+class _CompiledSplit(_Split):
+    """`_Split` in compiled kernels."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        super().__init__(length, device)
+        self._ties: _PackedTies = _PackedTies(length, device)
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        kernels = self._kernels(weights)
+        if kernels is not None and kernels[0](weights.detach(), self._residue, self._ties.bits, out):
+            return out
+        return super().decode(weights, out)
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        kernels = self._kernels(weights)
+        if kernels is None or not kernels[1](values, weights.detach(), self._residue, self._ties.bits):
+            super().encode(values, weights)
+
+    def _kernels(self, weights: torch.Tensor) -> tuple[Kernel, Kernel] | None:
+        return codec_kernels(weights.device) if is_aligned(weights) else None
+
+
+@functools.cache
+def codec_kernels(device: torch.device) -> tuple[Kernel, Kernel] | None:
+    """Return `_kernels.join` and `split`, compiled and tried; None without a compiler. Takes seconds once. Syncs."""
+    if not can_compile(device):
+        return None
+    values = numbers_of_all_kinds(device)
+    codec, weights = _Split(len(values), device), torch.empty_like(values, dtype=torch.bfloat16)
+    ties = codec._ties = _PackedTies(len(values), device)
+    kernels = Kernel(_kernels.join), Kernel(_kernels.split)
+    with torch.no_grad():
+        codec.encode(values, weights)
+        kept = weights, codec._residue, ties.bits
+        kernels[1].try_((values,), kept)
+        kernels[0].try_(kept, (codec.decode(weights, torch.empty_like(values)),))
+    return kernels
+
+
+@functools.cache
+def rounding_kernel(device: torch.device) -> Kernel | None:
+    """Return `_kernels.round_by_chance`, compiled and tried, as `codec_kernels` does."""
+    if not can_compile(device):
+        return None
+    values, chance, kernel = numbers_of_all_kinds(device), Chance(0), Kernel(_kernels.round_by_chance)
+    with torch.no_grad():
+        random = chance.random_of(len(values), device, "try")
+        kernel.try_((values, *random), (chance.round(values, torch.bfloat16, "try").bfloat16(),))
+    return kernel
 
 
 class _ListedTies:
@@ -178,7 +243,7 @@ class _PackedTies:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self._length = length
-        self._bits = torch.zeros(-(-length // 8), dtype=torch.uint8, device=device)
+        self.bits = torch.zeros(-(-length // 8), dtype=torch.uint8, device=device)
 
     def find(self, bits: torch.Tensor, residue: torch.Tensor) -> None:
         self._pack(bits.bitwise_and(0x1FFFF).eq(1 << 15).view(torch.uint8))
@@ -196,15 +261,15 @@ class _PackedTies:
 
     def _pack(self, mask: torch.Tensor) -> None:
         padded = torch.nn.functional.pad(mask, (0, -self._length % 8)) if self._length % 8 else mask
-        self._bits.copy_((padded.view(torch.int64) * _GATHER_BITS).bitwise_right_shift_(56))
+        self.bits.copy_((padded.view(torch.int64) * _GATHER_BITS).bitwise_right_shift_(56))
 
     def _unpacked(self) -> torch.Tensor:
-        of_byte = (self._bits.to(torch.int64) * _EACH_BYTE).bitwise_and_(_BIT_OF_EACH_BYTE)
+        of_byte = (self.bits.to(torch.int64) * _EACH_BYTE).bitwise_and_(_BIT_OF_EACH_BYTE)
         is_set = of_byte.add_(_LOW_BITS).bitwise_right_shift_(7).bitwise_and_(_EACH_BYTE)
         return is_set.view(torch.uint8)[: self._length]
 
     def bytes(self) -> int:
-        return self._bits.nbytes
+        return self.bits.nbytes
 
 
 class _SplitHalf(Codec):
@@ -245,7 +310,9 @@ class _Stochastic(Codec):
         return out.copy_(weights)
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        weights.copy_(self._chance.round(values, weights.dtype, self._stream))
+        rounded = self._chance.rounded(values, weights, self._stream)
+        if rounded is not weights:
+            weights.copy_(rounded)
 
 
 class Chance:
@@ -256,7 +323,12 @@ class Chance:
     """
 
     def __init__(self, seed: int) -> None:
+        self._is_compiled = False
         self.set(seed, 0)
+
+    def compile_on(self, devices: set[torch.device]) -> None:
+        """From now on, round to bfloat16 in a compiled kernel, on devices for which there is a compiler."""
+        self._is_compiled = bool([*filter(None, map(rounding_kernel, devices))])
 
     def set(self, seed: int, taken: int) -> None:
         """Restore the state of a checkpoint."""
@@ -288,6 +360,15 @@ class Chance:
         random = self.words(len(flat), flat.device, stream).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
         return round_by_chance(flat, random, dtype).view(values.shape)
 
+    def rounded(self, values: torch.Tensor, memory: torch.Tensor, stream: str) -> torch.Tensor:
+        """Round like `round`, to the dtype of `memory`; return that if it was used, else new memory. All are flat."""
+        device, length = values.device, len(values)
+        if self._is_compiled and memory.dtype is torch.bfloat16 and length > POOL and is_aligned(memory):
+            kernel = rounding_kernel(device)
+            if kernel is not None and kernel(values, *self.random_of(length, device, stream), memory.detach()):
+                return memory
+        return self.round(values, memory.dtype, stream)
+
     def words(self, length: int, device: torch.device, stream: str) -> torch.Tensor:
         """Return 32 random bits per element of a stream for this step: int32, shape (length,). Does not sync.
 
@@ -295,14 +376,21 @@ class Chance:
         ratio, modulo 2^32, from a random start. Any run of steps covers the range evenly, so rounding errors of numbers
         that change slowly cancel out, while those of independent draws grow with the square root of the steps.
         """
+        pool, starts, taken = self.random_of(length, device, stream)
+        here = pool if length >= POOL else pool[:length]
+        return torch.add(here, starts + taken * GOLDEN).view(-1)[:length]
+
+    def random_of(
+        self, length: int, device: torch.device, stream: str
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what `words` are made of: the pool, a start for each of its rows, and the number of steps taken."""
         pool, starts = self._pools.get(device), self._starts.get((stream, device))
-        rows = -(-length // _POOL)
+        rows = -(-length // POOL)
         if pool is None:
-            pool = self._pools[device] = random_words(_POOL, self._key("pool", device))
+            pool = self._pools[device] = random_words(POOL, self._key("pool", device))
         if starts is None or len(starts) != rows:
             starts = self._starts[stream, device] = random_words(rows, self._key(stream, device)).view(rows, 1)
-        here = pool if length >= _POOL else pool[:length]
-        return torch.add(here, starts + self._step(device).mul_(_GOLDEN)).view(-1)[:length]
+        return pool, starts, self._step(device)
 
     def _key(self, stream: str, device: torch.device) -> torch.Tensor:
         number = _signed(zlib.crc32(f"{self.seed} {stream}".encode()))

@@ -212,7 +212,8 @@ class LowState:
                 continue
             to = [_part(stored, loan.segment) for loan, _, stored in members]
             if name not in self.nearest:
-                values = self.chance.round(values, self.dtypes[name], stream)
+                memory = views.weights.view(self.dtypes[name])  # those of gradients, which have been used
+                values = self.chance.rounded(values[: len(memory)], memory, stream)
             of_loans = [
                 loan.segment.bucket_view(values).as_strided(part.shape, part.stride())
                 for (loan, _, _), part in zip(members, to, strict=True)

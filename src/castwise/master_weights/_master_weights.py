@@ -82,6 +82,7 @@ from castwise.master_weights._inner_optimizers import (
     state_names,
     step_without_hooks,
 )
+from castwise.master_weights._kernels import WORTH_COMPILING
 from castwise.master_weights._lending import lent, loans_of
 from castwise.master_weights._low_state import BLOCK, Blockwise, Created, LowState, in_fp32, nbytes
 from castwise.master_weights._narrowing_report import NarrowingReport, compare_forwards
@@ -333,10 +334,14 @@ class MasterWeights(torch.optim.Optimizer):
             if param in chosen
         ]
         aligned = BLOCK if self._low_state.has_blocks() else ALIGNED
-        for bucket in (added := fill(new, cuts=self._reach is Reach.ELEMENT, aligned=aligned)):
-            stream = f"weights {len(self._buckets)}"
+        added = fill(new, cuts=self._reach is Reach.ELEMENT, aligned=aligned)
+        is_compiled = sum(bucket.length for bucket in added) >= WORTH_COMPILING
+        if is_compiled and self._saved_chance() is not None:
+            self._chance.compile_on({bucket.device for bucket in added})
+        for bucket in added:
+            of_bucket: Any = {"chance": self._chance, "stream": f"weights {len(self._buckets)}"}
             bucket.codec = codec_of(
-                self._method, self._dtype, bucket.length, bucket.device, chance=self._chance, stream=stream
+                self._method, self._dtype, bucket.length, bucket.device, **of_bucket, is_compiled=is_compiled
             )
             self._buckets.append(bucket)
         length = max((rounded_up(bucket.length, aligned) for bucket in self._buckets), default=0)
@@ -689,7 +694,6 @@ class MasterWeights(torch.optim.Optimizer):
         *,
         writes_grads: bool,
     ) -> Any:
-        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         with self._lent(round_, created, written) as loans:
             groups = self._inner.param_groups
             if not loans and self._reach is not Reach.ALL and not _grads(groups):
@@ -704,9 +708,9 @@ class MasterWeights(torch.optim.Optimizer):
             if writes_grads:
                 pairs = [(loan.grad, loan.stand_in.grad) for loan in loans]
                 copied = [(to, local(grad)) for to, grad in pairs if to is not None and grad is not None]
-        copied = [(to, grad) for to, grad in copied if to.dtype is not grad.dtype]
-        if copied:
-            torch._foreach_copy_([to for to, _ in copied], [grad for _, grad in copied])
+                copied = [(to, grad) for to, grad in copied if to.dtype is not grad.dtype]
+                if copied:
+                    torch._foreach_copy_([to for to, _ in copied], [grad for _, grad in copied])
         return returned
 
     @contextmanager

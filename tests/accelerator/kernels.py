@@ -1,0 +1,57 @@
+"""The compiled codecs of `MasterWeights` on the simulated accelerator, where each of their kernels is one launch.
+
+The kernels are those that Inductor makes of them, which tests/master_weights/test_kernels.py counts.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from castwise.master_weights import _codecs as codecs
+from castwise.master_weights import _kernels as kernels
+from castwise.master_weights import _master_weights as master_weights
+
+_library = torch.library.Library("castwise_test", "DEF")
+_library.define("join(Tensor weights, Tensor residue, Tensor ties, *, Tensor(a!) out) -> ()")
+_library.define("halves(Tensor values, *, Tensor(a!) weights, Tensor(b!) residue) -> ()")
+_library.define("ties(Tensor values, *, Tensor(a!) ties) -> ()")
+_library.define("round(Tensor values, Tensor pool, Tensor starts, Tensor taken, *, Tensor(a!) out) -> ()")
+
+
+def _halves(values: torch.Tensor, *, weights: torch.Tensor, residue: torch.Tensor) -> None:
+    kernels.split(values, weights, residue, torch.empty(len(values) // 8, dtype=torch.uint8))
+
+
+def _ties(values: torch.Tensor, *, ties: torch.Tensor) -> None:
+    weights, residue = (torch.empty_like(values, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
+    kernels.split(values, weights, residue, ties)
+
+
+_library.impl("join", lambda *inputs, out: kernels.join(*inputs, out), "CPU")  # which the device calls
+_library.impl("halves", _halves, "CPU")
+_library.impl("ties", _ties, "CPU")
+_library.impl("round", lambda *inputs, out: kernels.round_by_chance(*inputs, out), "CPU")
+
+
+def _join_here(*tensors: torch.Tensor) -> bool:
+    torch.ops.castwise_test.join(*tensors[:-1], out=tensors[-1])
+    return True
+
+
+def _split_here(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor, ties: torch.Tensor) -> bool:
+    torch.ops.castwise_test.halves(values, weights=weights, residue=residue)
+    torch.ops.castwise_test.ties(values, ties=ties)
+    return True
+
+
+def _round_here(*tensors: torch.Tensor) -> bool:
+    torch.ops.castwise_test.round(*tensors[:-1], out=tensors[-1])
+    return True
+
+
+def compiled_codecs(patch: pytest.MonkeyPatch) -> None:
+    """Let models of any size have compiled codecs on the device."""
+    patch.setattr(codecs, "codec_kernels", lambda device: (_join_here, _split_here))
+    patch.setattr(codecs, "rounding_kernel", lambda device: _round_here)
+    patch.setattr(master_weights, "WORTH_COMPILING", 0)

@@ -1,0 +1,136 @@
+"""The compiled codecs: the bits of torch's ops, by Inductor on the CPU; and what happens without a compiler."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.master_weights.training import buckets_of
+from torch import nn
+
+from castwise import MasterWeights
+from castwise.master_weights import _codecs as codecs
+from castwise.master_weights import _kernels as kernels
+from castwise.master_weights import _master_weights as master_weights
+from castwise.master_weights._codecs import (
+    Chance,
+    _CompiledSplit,
+    _PackedTies,
+    _Split,
+    codec_kernels,
+    rounding_kernel,
+)
+
+CPU = torch.device("cpu")
+LOW_STATE = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The CPU is a device for which the codecs of models of any size are compiled."""
+    monkeypatch.setattr(codecs, "can_compile", lambda device: True)
+    monkeypatch.setattr(master_weights, "WORTH_COMPILING", 0)
+    yield
+    codec_kernels.cache_clear()
+    rounding_kernel.cache_clear()
+
+
+def trained(steps: int = 3, nbytes: int = 4096, **options: Any) -> tuple[list[torch.Tensor], set[type]]:
+    """Return what training leaves, in buckets of so many bytes that share or cut a layer, and the kinds of codec."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 2001), nn.GELU(), nn.Linear(2001, 3))
+    with buckets_of(nbytes):
+        optimizer = MasterWeights(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), model, **options)
+    for _ in range(steps):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    state = [value for of_param in optimizer.state.values() for value in of_param.values()]
+    fp32 = optimizer.fp32_state_dict(model)
+    return [*fp32.values(), *state], {type(bucket.codec) for bucket in optimizer._buckets}
+
+
+def are_equal(these: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, these, others))
+
+
+@pytest.mark.usefixtures("compiles")
+def test_compiled_codecs_have_the_bits_of_torchs_ops_and_are_compiled_once_for_all_lengths() -> None:
+    counters = torch._dynamo.utils.counters["stats"]
+    metrics = importlib.import_module("torch._inductor.metrics")
+    counters.clear()
+    metrics.reset()
+    assert codec_kernels(CPU) is not None
+    assert metrics.generated_kernel_count <= 3  # tests/accelerator/kernels.py counts as many
+    assert rounding_kernel(CPU) is not None
+    assert metrics.generated_kernel_count <= 4
+    assert counters["unique_graphs"] == 3
+    chances = Chance(0), Chance(0)
+    chances[0].compile_on({CPU})
+    for length in (16, 1000, 4096, 150_000):
+        ours, torchs = _CompiledSplit(length, CPU), _Split(length, CPU)
+        torchs._ties = _PackedTies(length, CPU)
+        weights, expected = (torch.empty(length, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+        for seed in range(3):
+            values = torch.randn(length, generator=torch.Generator().manual_seed(seed))
+            values[::5] = 1.00390625  # a tie
+            with torch.no_grad():
+                ours.encode(values, weights)
+                torchs.encode(values, expected)
+                assert torch.equal(weights, expected)
+                assert are_equal([*ours.saved(0, length).values()], [*torchs.saved(0, length).values()])
+                assert torch.equal(ours.decode(weights, torch.empty(length)), values)
+                rounded = [chance.rounded(values, weights, "weights").float() for chance in chances]
+                assert torch.equal(*rounded)
+            for chance in chances:
+                chance.count(CPU)
+    for options in ({}, {"method": "stochastic", "state_dtype": LOW_STATE}):
+        for nbytes in (4096, 400_000):
+            compiled, used = trained(nbytes=nbytes, **options)
+            assert options or _CompiledSplit in used
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(master_weights, "WORTH_COMPILING", 1 << 60)
+                plain, used = trained(nbytes=nbytes, **options)
+            assert _CompiledSplit not in used
+            assert are_equal(compiled, plain)
+    assert counters["unique_graphs"] == 3
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("fault", ["raises at once", "raises later", "has other bits"])
+def test_without_a_compiler_that_works_torchs_ops_step_after_one_warning(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(master_weights, "WORTH_COMPILING", 1 << 60)
+        expected, _ = trained()
+    calls = [0]
+
+    def compile_(function: Any, **options: Any) -> Any:
+        def compiled(*tensors: torch.Tensor) -> None:
+            calls[0] += 1
+            if fault == "raises at once" or (fault == "raises later" and calls[0] > 5):
+                raise OSError("no C compiler\nand a traceback")
+            function(*tensors)
+            if fault == "has other bits" and function is kernels.join:
+                tensors[-1].view(torch.int32)[7] += 1
+
+        return compiled
+
+    codec_kernels.cache_clear()
+    monkeypatch.setattr(torch, "compile", compile_)
+    reason = "compiled code does not give the same bits" if fault == "has other bits" else "OSError: no C compiler"
+    with pytest.warns(RuntimeWarning, match=f"is not compiled, so steps launch more kernels [(]{reason}[)]") as warned:
+        weights, _ = trained()
+    assert len(warned) == (1 if fault == "has other bits" else 2)  # one for each of two kernels
+    assert are_equal(weights, expected)
+
+
+def test_nothing_is_compiled_on_cpus_nor_for_few_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not kernels.can_compile(CPU)
+    assert codec_kernels(CPU) is rounding_kernel(CPU) is None
+    monkeypatch.setattr(codecs, "can_compile", lambda device: pytest.fail("asked for a compiler"))
+    assert trained(1)[1] == {_Split}
