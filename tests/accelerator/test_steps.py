@@ -21,6 +21,7 @@ from tests.accelerator.training import (
     counted_step,
     net,
 )
+from tests.amp.test_autocast_ops import AutocastTestLists, ops_of, outcome
 from torch import nn
 
 import castwise
@@ -346,6 +347,18 @@ def test_autocast_computes_the_bits_of_torch() -> None:
         for mine, other in zip(*results, strict=True):
             assert mine.dtype is other.dtype
             assert bits([mine]) == bits([other])
+
+
+@simulated  # tests/amp/test_autocast_ops.py has them on a GPU
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_every_op_on_torchs_lists_has_the_bits_of_torch(dtype: torch.dtype) -> None:
+    entries = ops_of(AutocastTestLists(torch.device(DEVICE)))
+    ours, theirs = (
+        [outcome(library.autocast, DEVICE, dtype, name, entry) for name, entry in entries]
+        for library in (castwise, torch.amp)
+    )
+    assert ours == theirs
+    assert sum(isinstance(result, list) for result in ours) > 80
 
 
 def test_a_scale_that_compiled_code_creates() -> None:

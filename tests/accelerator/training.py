@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +132,17 @@ def counted_step(training: Any, *, warm: int = 4) -> Counted:
     with Counted() as counted:
         training.step(last)
     return counted
+
+
+def castwise_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run `castwise` in a process of its own."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.path.join(root, "src"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "castwise", *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )

@@ -24,6 +24,8 @@ def ops_of(lists: Any) -> list[tuple[str, Any]]:
     found = []
     for name, entries in sorted(vars(lists).items()):
         if isinstance(entries, list) and entries and isinstance(entries[0], tuple):
+            # torch's own tests skip einsum, too: its equation does not fit its operands.
+            entries = [entry for entry in entries if not isinstance(entry[1], str)]
             found += [(name, entry) for entry in entries]
             # Some have the same arguments a second time, in fp16.
             seconds = ((entry[0], extra) for entry in entries for extra in entry[2:] if isinstance(extra, tuple))
@@ -38,7 +40,8 @@ def call(name: str, entry: Any) -> list[Any]:
     if not isinstance(arguments, tuple):
         arguments = (arguments,)
     outputs = []
-    places = [torch.Tensor] if name.startswith("methods") else [torch, torch._C._nn, torch.nn.functional, torch.Tensor]
+    modules = [torch, torch._C._nn, torch._C._linalg, torch.nn.functional, torch.Tensor]
+    places = [torch.Tensor] if name.startswith("methods") else modules
     for place in places:
         function = getattr(place, op, None)
         if function is not None:
