@@ -275,7 +275,7 @@ def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_
     lost = [step(i, None, loss=2.0 if i < 40 else "nan") for i in range(1, 61)]
     runs = [
         recorded.healthy(tmp_path / "a", steps=600, layers=1),
-        write(tmp_path / "b<i>", *lost),
+        write(tmp_path / "b<i>", *lost, lr=0.5, model="ViT"),
         write(tmp_path / "c", step(1, None, loss=None)),
     ]
     page = page_of(tmp_path, *runs)
@@ -288,6 +288,9 @@ def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_
     go.Figure(data=without_variables(losses["data"]), layout=without_variables(losses["layout"]))
     assert "At the end: a 7." in page.text
     assert "b<i> NaN from step 40 on." in page.text
+    assert re.search(r"ViT, AdamW, .*, 60 steps, lr 0\.5", page.text)
+    differing = [attributes for _, attributes in page.tags if "differs" in (attributes.get("class") or "")]
+    assert len(differing) == 4  # the model of each, and the lr of one
     assert "losses" not in page_of(tmp_path, runs[0]).figures
 
 
@@ -439,6 +442,11 @@ def test_a_page_begins_with_the_verdict_in_a_few_words_and_what_was_trained(tmp_
         assert ("Samples with inf or NaN" in page.text) == (name == "lost")
         assert "Not finite at overflows" not in page.text
         assert f"{name}: {'GPT, AdamW, ' if name == 'lost' else ''}" in page.text
+    for module, kind in (("", None), ("a", ("outputs", "fp16"))):  # the former is that of a fault in the loss too
+        found = {**found, "module": module}
+        whole = sample(9, 1.0, {"a": -16.0}, {"a": 1.0, "": 1.0}, not_finite=("a",))
+        run = Run.read(write(tmp_path / f"of {module}", *fine, *lost, found, whole))
+        assert RunView.of("", 1, run, [9]).opens_with == kind
     both = page_of(tmp_path, *runs).text
     assert "2 runs, side by side" in both
     assert "lost: Training is lost from step 8 on: aten.div in train.py:22. GPT, AdamW" in both

@@ -151,7 +151,7 @@ def which_is_closer(name: str, own: Errors | None, eager: Errors | None) -> Iter
         return
     ratio = own.relative_rms / eager.relative_rms
     if 0.8 < ratio < 1.25:
-        which = "as close to the reference as"
-    else:
-        which = f"{'closer to' if ratio < 1.0 else 'farther from'} the reference than"
+        yield f"{name}: its gradients are as close to the reference as those of the eager model"
+        return
+    which = f"{'closer to' if ratio < 1.0 else 'farther from'} the reference than"
     yield f"{name}: its gradients are {which} those of the eager model (their error is {ratio:.3g} times as large)"

@@ -47,6 +47,8 @@ from castwise.report._worst_modules import WorstModule, worst_modules
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_DIFFERING_SHOWN = 3
+
 
 @dataclass(frozen=True)
 class RunView:
@@ -152,6 +154,12 @@ class RunView:
         known += [] if about is None else about.versions.items()
         alone = [(f"ranks alone from step {record.step:,}", record.why) for record in self.facts.run.alone]
         return [*known, *self.facts.run.settings.items(), *alone, ("record", str(self.facts.run.path))]
+
+    def differs_in(self, names: Sequence[str]) -> str:
+        """Return the first of the settings in which runs differ, such as "learning rate 0.001"."""
+        known = dict(self.settings())
+        some = [name for name in names if name in known and name not in ("model", "optimizer")]  # `about` has these
+        return ", ".join(f"{name} {shortened(known[name], MAX_NAME)}" for name in some[:_DIFFERING_SHOWN])
 
     def key_numbers(self) -> list[tuple[str, str, str]]:
         """Return name, number and context of each tile at the top."""
@@ -318,6 +326,7 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
         moments=MOMENTS,
         exponent_bands=range(1, BANDS + 1),
         opened=opened,
+        differing=_differing(views),
         all_modules=ALL_MODULES,
         max_name=MAX_NAME,
         modules=list(dict.fromkeys(name for view in views for name in view.facts.gradients)),
@@ -329,6 +338,13 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
         script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _differing(views: Sequence[RunView]) -> list[str]:
+    """Return the names of the settings in which runs differ."""
+    settings = [dict(view.settings()) for view in views]
+    names = dict.fromkeys(name for of_run in settings for name in of_run if name not in ("begun", "record"))
+    return [name for name in names if len({str(of_run.get(name)) for of_run in settings}) > 1]
 
 
 def _tile(module: str) -> str:

@@ -117,11 +117,11 @@ def _name(text: str) -> str:
     return text if len(text) <= MAX_NAME else f"{text[:first]}…{text[first + 1 - MAX_NAME :]}"
 
 
-def _breaking(name: str) -> Any:
-    """Let lines break after the dots and underscores of a name."""
+def _breaking(text: str) -> Any:
+    """Let lines break after the dots and underscores of names, but not of numbers."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([._])", r"\1<wbr>", str(escape(name))))
+    return Markup(re.sub(r"([._])(?=[^\W\d])", r"\1<wbr>", str(escape(text))))
 
 
 def sortable(value: float) -> float:

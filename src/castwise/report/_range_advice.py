@@ -259,7 +259,8 @@ def kind_of(advice: Advice, outputs_of: Collection[str]) -> str:
         advice: Advice of any rule.
         outputs_of: Names of the modules whose outputs were sampled.
     """
-    if any(found.module in outputs_of and found.cause == causes.NONFINITE_LOSS for found in advice.diagnosed):
+    named_by = [found.module for found in advice.diagnosed if found.cause == causes.NONFINITE_LOSS]
+    if any(module and module in outputs_of for module in named_by):  # "" is also the loss and the data
         return "outputs"
     if any(name.startswith(("largest_output", "largest_finite_output")) for name in advice.evidence):
         return "outputs"

@@ -113,5 +113,5 @@ def _limit(edge: int, color: str) -> dict[str, Any]:
 
 
 def _label(text: str, edge: int, anchor: str, color: str) -> dict[str, Any]:
-    common = {"xref": "paper", "x": 1, "xanchor": "right", "showarrow": False, "font": {"color": color}}
-    return {**common, "text": text, "y": edge, "yanchor": anchor}
+    place = {"xref": "paper", "x": 1, "xanchor": "right", "y": edge, "yanchor": anchor}
+    return {**place, "text": text, "showarrow": False, "font": {"color": color}, "bgcolor": "--panel", "borderpad": 1}

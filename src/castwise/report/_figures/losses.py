@@ -93,7 +93,7 @@ class LossCurve:
         if not self.average:
             return [{**line(name, self._broken(self.points), color, 1.5), **shared}]
         return [
-            {**line(f"{name}, each step", self._broken(self.points), color, 1.0), "opacity": 0.5, **shared},
+            {**line(f"{name}, each step", self._broken(self.points), color, 1.0), "opacity": 0.6, **shared},
             {**line(f"{name}, average", self._broken(self.average), color, 2.5), **shared},
         ]
 
