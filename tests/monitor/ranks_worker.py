@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import castwise
 from castwise.monitor import Monitor
@@ -82,7 +83,7 @@ def train(how: str, fault: str, rank: int, world_size: int, **options: Any) -> l
 
 
 def refused() -> str:
-    net = split(model(), "fsdp2")
+    net = parallelize_module(model(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     try:
         Monitor(net, optimizer, castwise.ShardedGradScaler("cpu"), on_nonfinite="diagnose").attach()
@@ -141,7 +142,8 @@ def main() -> None:
         for fault in FAULTS
         if (how, fault) != ("ddp", "gradient of rank 1")
     }
-    runs["ddp, diagnosed"] = train("ddp", "data of rank 1", rank, world_size, on_nonfinite="diagnose")
+    for how in ("ddp", "fsdp2"):
+        runs[f"{how}, diagnosed"] = train(how, "data of rank 1", rank, world_size, on_nonfinite="diagnose")
     runs["apart, data of rank 1"] = train("apart", "data of rank 1", rank, world_size)
     runs["apart, diagnosed"] = train("apart", "data of rank 1", rank, world_size, on_nonfinite="diagnose")
     error, held = refused(), parts(rank)

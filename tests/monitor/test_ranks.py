@@ -70,14 +70,15 @@ def test_ranks_that_do_not_agree_skip_alone_and_no_rank_waits_for_them(run: str,
     assert of(records, "diagnosis") == []
 
 
-def test_the_diagnosis_is_that_of_the_rank_at_fault(ranks: list[dict[str, Any]]) -> None:
-    (found,) = of(ranks[0]["runs"]["ddp, diagnosed"], "diagnosis")
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_the_diagnosis_is_that_of_the_rank_at_fault(how: str, ranks: list[dict[str, Any]]) -> None:
+    (found,) = of(ranks[0]["runs"][f"{how}, diagnosed"], "diagnosis")
     assert (found["step"], found["cause"], found["rank"], found["phase"]) == (2, "non-finite loss", 1, "input")
 
 
-def test_a_model_that_is_split_cannot_be_replayed(ranks: list[dict[str, Any]]) -> None:
+def test_a_model_with_tensor_parallelism_cannot_be_replayed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert "this model is split over ranks: remove on_nonfinite" in rank["refused"]
+        assert "the forward of this model needs other ranks: remove on_nonfinite" in rank["refused"]
 
 
 def test_a_partial_sum_is_left_out_because_no_rank_knows_it_alone(ranks: list[dict[str, Any]]) -> None:

@@ -40,7 +40,7 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
-from castwise.monitor._local_shards import is_split_over_ranks
+from castwise.monitor._joint_replay import can_be_replayed
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
 from castwise.monitor._record_file import FILE_NAME
@@ -367,7 +367,7 @@ class _LocalMonitor(Monitor):
         """
         self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
         self._most_diagnoses, self._faults = most, Counter[Cause | None]()
-        if not most or is_split_over_ranks(self._model):  # a replay that stops on one rank would block the others
+        if not most or not can_be_replayed(self._model):  # one that stops on one rank would block the others
             if recording is not None:
                 recording.detach()
             return

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -20,7 +22,7 @@ class WeightsOfStep:
 
     Args:
         step: Number of the step.
-        weights: The parameters, with their values then, in the host's memory.
+        weights: The parameters (of DTensors this rank's parts), with their values then, in the host's memory.
     """
 
     step: int
@@ -67,8 +69,10 @@ class EarlierWeights:
         if self._kept and 0 <= step - self._kept[-1].step < EVERY:
             return
         unused = self._kept.pop(0) if len(self._kept) == 2 else None
-        buffers = {} if unused is None else {id(param): copy for param, copy in unused.weights}
-        self._kept.append(WeightsOfStep(step, [(param, _copied(param, buffers.get(id(param)))) for param in params]))
+        buffers = [] if unused is None else [copy for _, copy in unused.weights]
+        local = [_local(param) for param in params]
+        pairs = itertools.zip_longest(local, buffers[: len(local)])
+        self._kept.append(WeightsOfStep(step, [(param, _copied(param, buffer)) for param, buffer in pairs]))
 
     def latest(self, step: int) -> WeightsOfStep | None:
         """Return the latest copy that is not from after a step; None if there is none. Waits for the device."""
@@ -85,6 +89,11 @@ class EarlierWeights:
             if copies_asynchronously(device.type):
                 torch.accelerator.synchronize(device)
         return found[0]
+
+
+def _local(param: Any) -> torch.Tensor:
+    """Return this rank's part of a DTensor, which shares its memory; any other tensor itself."""
+    return param.detach().to_local() if hasattr(param, "to_local") else param  # type: ignore[no-any-return]  # a tensor
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from castwise._guard import Guard
 from castwise._warnings import warn_or_print
 from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import Cause
+from castwise.monitor._joint_replay import JointReplay
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._step_check import Checked, LateCheck, StepCheck
 
@@ -34,11 +35,20 @@ class CheckedSteps:
         on_fault: Called before the step, while the weights are those of the forward.
         skips: Whether to skip a step with a gradient that is not finite. Waits for an accelerator at each step.
         guard: Catches errors.
+        joint: Ranks of a split model, which agree on faults and on the steps to skip. The function is then called on
+            all ranks if any has a fault, with the cause "another rank" on the others.
     """
 
-    def __init__(self, optimizers: list[torch.optim.Optimizer], on_fault: OnFault, skips: bool, guard: Guard) -> None:
-        self._on_fault, self._guard = on_fault, guard
-        self._skips = skips and all(map(_can_skip, optimizers))
+    def __init__(
+        self,
+        optimizers: list[torch.optim.Optimizer],
+        on_fault: OnFault,
+        skips: bool,
+        guard: Guard,
+        joint: JointReplay | None = None,
+    ) -> None:
+        self._on_fault, self._guard, self._joint = on_fault, guard, joint
+        self._skips = skips and all(_can_skip(optimizer, agrees=joint is not None) for optimizer in optimizers)
         self._has_fault = False
         self._check = StepCheck()
         self._checked: WeakKeyDictionary[torch.optim.Optimizer, Checked] = WeakKeyDictionary()
@@ -80,11 +90,13 @@ class CheckedSteps:
         if device_of(optimizer).type != "cpu" and not self._skips:
             self._late[optimizer] = self._check.check_late(optimizer)
             return
-        checked = self._check.check(optimizer)
-        if checked.has_nonfinite_gradients and self._skips:
+        checked = self._agreed(self._check.check(optimizer))
+        if checked.has_nonfinite_gradients and self._skips and (self._joint is None or not self._joint.is_over):
             checked = replace(checked, is_skipped=True)
         self._checked[optimizer] = checked
-        if checked.cause is not None and not (self._has_fault and checked.cause is Cause.NONFINITE_WEIGHTS):
+        is_known = self._has_fault and checked.cause is Cause.NONFINITE_WEIGHTS
+        if checked.cause is not None and (self._joint is not None or not is_known):
+            checked = replace(checked, is_known=is_known)
             self._has_fault = True
             with self._guard:  # the step is skipped anyway
                 self._on_fault(optimizer, checked)
@@ -92,6 +104,14 @@ class CheckedSteps:
             self._withheld = [(param, param.grad) for param in params_of(optimizer)]
             for param, _ in self._withheld:
                 param.grad = None  # optimizers leave out parameters without a gradient
+
+    def _agreed(self, checked: Checked) -> Checked:
+        """Return a check with what other ranks have found."""
+        if self._joint is None:
+            return checked
+        has_fault, is_bad = self._joint.any(checked.cause is not None, checked.has_nonfinite_gradients)
+        cause = checked.cause or (Cause.ANOTHER_RANK if has_fault else None)
+        return replace(checked, cause=cause, has_nonfinite_gradients=is_bad)
 
     def _give_back(self) -> None:
         for param, gradient in self._withheld:
@@ -105,12 +125,12 @@ def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     return next((parameter.device for parameter in params_of(optimizer)), torch.device("cpu"))
 
 
-def _can_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer's steps can be skipped; warn if not."""
+def _can_skip(optimizer: torch.optim.Optimizer, *, agrees: bool) -> bool:
+    """Return True if an optimizer's steps can be skipped; warn if not. `agrees` if all ranks would skip the same."""
     name, why = type(optimizer).__name__, ""
     if not _leaves_out_params_without_gradient(type(optimizer)):
         why = "its code does not check for parameters without a gradient"
-    elif is_split_over_ranks(nn.ParameterList(params_of(optimizer))):
+    elif not agrees and is_split_over_ranks(nn.ParameterList(params_of(optimizer))):
         why = "its parameters are split over ranks, which do not agree on a step"
     if why:
         warn_or_print(f"steps of {name} with an inf or NaN are not skipped: {why}", RuntimeWarning)

@@ -152,6 +152,30 @@ class Exchange:
             self.close()
             raise
 
+    def maximum_of_step(self, step: int, tensor: torch.Tensor) -> None:
+        """Replace a tensor on all ranks by the elementwise maximum: one small collective, for use in every step.
+
+        Outside `at`, and without its look at the store and its check that all ranks are at the same step.
+
+        Args:
+            step: Number of the step, for the text of an error.
+            tensor: See `maximum`.
+
+        Raises:
+            NoExchangeError: See `at`.
+        """
+        if self._group is None or self._over is not None or os.getpid() != self._process:
+            with self.at("the first maximum", step, None):
+                self.maximum(tensor)
+            return
+        self._count += 1
+        self._began = time.monotonic()
+        try:
+            self.maximum(tensor)
+        except Exception as error:
+            self._over = self._stop(error, step)
+            raise self._over from error
+
     def maximum(self, tensor: torch.Tensor) -> None:
         """Replace a tensor on all ranks by the elementwise maximum.
 

@@ -28,7 +28,9 @@ from castwise.amp._outcomes import Cause, StepFacts
 from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
+from castwise.monitor._exchange import NoExchangeError
 from castwise.monitor._iterations import Iteration, Iterations
+from castwise.monitor._joint_replay import JointReplay, can_be_replayed
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
@@ -179,6 +181,7 @@ class Monitor:
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
         self._checks: Checks | None = None
+        self._joint: JointReplay | None = None
         self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
         """With `on_nonfinite`, the diagnosis of the last step with an inf or NaN; None if it was not replayed."""
@@ -221,15 +224,15 @@ class Monitor:
 
         Raises:
             RuntimeError: The monitor is already attached.
-            ValueError: `on_nonfinite="diagnose"` is set and the model is split over ranks: a replay that stops on one
-                rank would block the others.
+            ValueError: `on_nonfinite="diagnose"` is set and the model is split over ranks in other ways than by
+                `fully_shard`: a replay that stops on one rank would block the others.
         """
         if self._handles:
             raise RuntimeError("this monitor is already attached: call detach() first")
-        if self._recording is not None and is_split_over_ranks(self._model):
+        if self._recording is not None and not can_be_replayed(self._model):
             raise ValueError(
-                'on_nonfinite="diagnose" replays a batch on each rank alone, and this model is split over ranks: '
-                "remove on_nonfinite. The cause of a skip and the parameters are recorded without it"
+                'on_nonfinite="diagnose" replays a batch on each rank alone, and the forward of this model needs other '
+                "ranks: remove on_nonfinite. The cause of a skip and the parameters are recorded without it"
             )
         self._has_begun = is_attached = False
         with self._guard:
@@ -240,6 +243,7 @@ class Monitor:
         return self
 
     def _start(self) -> None:
+        self._joint = self._make_joint()
         self._ranks = self._make_ranks()
         if self._ranks.is_apart:
             self._sinks.set_apart(self._ranks.rank)
@@ -261,7 +265,8 @@ class Monitor:
             self._steps.register_step_hook(self._on_step),
         ]
         if self._is_checked and isinstance(source, UnscaledSteps):
-            self._handles.append(source.register_check(self._on_fault, skips=self._skips_faults))
+            check = source.register_check(self._on_fault, skips=self._skips_faults, joint=self._joint)
+            self._handles.append(check)
         if self._recording is not None:
             self._recording.measures_each = self._weights is not None and self._is_late
             with self._guard:  # steps are recorded without diagnoses
@@ -284,6 +289,20 @@ class Monitor:
         given = self._model, parameters, self._optimizers, self._exemptions
         return Checks(*given, self._on_broken, number, spikes=self._spikes)
 
+    def _make_joint(self) -> JointReplay | None:
+        """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
+        cannot_replay = self._recording is None or (self._is_late and self._weights is None)
+        if cannot_replay or not is_split_over_ranks(self._model):
+            return None
+        try:
+            return JointReplay(self._model)
+        except NoExchangeError as why:
+            warn_or_print(f"batches of this model, which is split over ranks, are not replayed: {why}", RuntimeWarning)
+            if self._recording is not None:
+                self._recording.detach()
+            self._recording = None
+            return None
+
     def _put_on_model(self) -> None:
         """Hook the model's forward for the checks, if it can have hooks."""
         is_compiled_in_place = is_compiled(self._model) and not wraps_compiled(self._model)
@@ -293,12 +312,15 @@ class Monitor:
 
     def _make_ranks(self) -> Ranks:
         model = type(names.modules(self._model)[""]).__name__  # the class inside the wrappers
-        return Ranks.together(model, self._every, agrees=self._steps.agrees)
+        return Ranks.together(model, self._every, agrees=self._steps.agrees or self._joint is not None)
 
     def detach(self) -> None:
         """Record pending results, which waits for the device, and remove all hooks."""
         if not self._handles:
             return
+        if self._joint is not None:
+            self._joint.close()  # first: other ranks may not detach at the same time
+            self._joint = None
         try:
             self._steps.synchronize()  # may raise ScaleExhausted, which is the schedule's
         finally:
@@ -316,6 +338,7 @@ class Monitor:
             *([] if self._checks is None else [self._checks.stop]),
             lambda: self._iterations.clear(),  # which a failed `attach` may not have made
             *([] if self._recording is None else [self._recording.detach]),
+            *([] if self._joint is None else [self._joint.close]),
             self._write_end,
             self._sinks.close,
             lambda: self._ranks.close(),
@@ -388,13 +411,12 @@ class Monitor:
 
     def _on_fault(self, optimizer: torch.optim.Optimizer, checked: Checked) -> None:
         """Replay the batch of a step without a scaler, while the weights are those of its forward."""
-        iteration = self._iterations.current
-        if iteration is None or self._recording is None:
-            WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
-            return
-        iteration.note_batches(optimizer, self._recording.take())  # those of a closure
+        iteration, batches = self._iterations.current, None
+        if iteration is not None and self._recording is not None:
+            iteration.note_batches(optimizer, self._recording.take())  # those of a closure
+            batches = None if checked.is_known else iteration.batches[optimizer]
         facts = StepFacts(self._numbers.next, optimizer, 1.0, skipped=True, cause=checked.cause)
-        diagnosis = self._diagnosed(facts, iteration.batches[optimizer])
+        diagnosis = self._replayed(facts, batches)
         if not _is_explained(diagnosis):
             WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
 
@@ -430,14 +452,15 @@ class Monitor:
         assert optimizer is not None
         iteration = self._iterations.note_facts(optimizer, facts)
         batches = None if iteration is None else iteration.batches.pop(optimizer, None)
+        facts = self._agreed(facts)
         if self._steps.is_scaled:
-            diagnosis = self._diagnosed(facts, batches)
+            diagnosis = self._replayed(facts, batches)
             if not _is_explained(diagnosis):
                 WATCH.judged(facts.loss, facts.cause is None)
-        elif batches is None or batches.is_diagnosed or not self._is_late:  # `_on_fault` has replayed them
-            diagnosis = None if batches is None else batches.diagnosis
-        else:
+        elif self._is_late:
             diagnosis = self._replayed_late(facts, batches)
+        else:  # `_on_fault` has replayed them
+            diagnosis = None if batches is None else batches.diagnosis
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
             facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
         self._record_step(facts, iteration, diagnosis)
@@ -514,7 +537,9 @@ class Monitor:
             return None
         self.diagnosis = None
         if batches is not None:
-            earlier = None if self._weights is None else self._weights.earlier(facts.number)
+            # Copies of parts of weights would not reach gathered ones.
+            keeps = self._weights is not None and self._joint is None
+            earlier = self._weights.earlier(facts.number) if keeps and self._weights is not None else None
             try:
                 self.diagnosis = batches.diagnose(facts.scale, facts.cause, earlier, weights_of)
             except Exception as error:
@@ -531,14 +556,33 @@ class Monitor:
             and any(device_of(optimizer).type != "cpu" for optimizer in self._optimizers)
         )
 
-    def _replayed_late(self, facts: StepFacts, batches: MicroBatches) -> Diagnosis | None:
+    def _replayed_late(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
         """Replay the batch of the first step that was taken with an inf or NaN, with weights from before it."""
-        kept = None if self._weights is None or self._has_lost_weights else self._weights.latest(facts.number)
-        if kept is None or facts.cause is None:
-            return None
+        if self._has_lost_weights or facts.cause is None or self._weights is None:
+            return None if batches is None else batches.diagnosis  # of optimizers that share them
         self._has_lost_weights = True
+        kept = self._weights.latest(facts.number)
+        if kept is None:
+            return None
         with kept.applied():
-            return self._diagnosed(facts, batches, weights_of=kept.step)
+            return self._replayed(facts, batches, weights_of=kept.step)
+
+    def _agreed(self, facts: StepFacts) -> StepFacts:
+        """Return the facts of a step with what other ranks of a split model know, if they arrive after the step."""
+        if self._joint is None or not (self._steps.is_scaled or self._is_late):
+            return facts
+        has_fault, _ = self._joint.any(facts.cause is not None)
+        return replace(facts, cause=Cause.ANOTHER_RANK) if has_fault and facts.cause is None else facts
+
+    def _replayed(
+        self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
+    ) -> Diagnosis | None:
+        """Diagnose a step; if the model is split over ranks, all call this at once and lend each other their parts."""
+        if self._joint is None or facts.cause is None:
+            return self._diagnosed(facts, batches, weights_of)
+        is_own = facts.cause is not Cause.ANOTHER_RANK and batches is not None
+        with self._joint.gathered(is_own) as is_gathered:
+            return self._diagnosed(facts, batches, weights_of) if is_own and is_gathered else None
 
     def _note_alone(self, step: int) -> None:
         """Record once from which step on, and why, the ranks' results are not combined."""

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from castwise._version import __version__
 from castwise.monitor import _module_names as names
+from castwise.monitor._joint_replay import can_be_gathered
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._records import FORMAT, LAST_SECOND, RunRecord
 
@@ -36,9 +37,15 @@ def run_record(
             "schedule": str(scaler.schedule) if is_scaled else "no scaling",
             "every": every,
             "ranks": ranks,
-            **({"parameters split over ranks": True} if is_split_over_ranks(nn.ParameterList(parameters)) else {}),
+            **_split(model, parameters),
         },
     )
+
+
+def _split(model: nn.Module, parameters: Sequence[nn.Parameter]) -> dict[str, str]:
+    if not is_split_over_ranks(nn.ParameterList(parameters)):
+        return {}
+    return {"parameters split over ranks": "by fully_shard" if can_be_gathered(model) else "in other ways"}
 
 
 def _learning_rate(lr: Any) -> float | str:

@@ -26,6 +26,7 @@ class Checked:
         grad_norm: The norm of all gradients, before they were clipped.
         parameters: The parameters whose gradients are not finite.
         is_skipped: Whether the step is skipped for it.
+        is_known: Whether an earlier fault has spoilt the weights.
     """
 
     cause: Cause | None = None
@@ -34,6 +35,7 @@ class Checked:
     grad_norm: float | None = None
     parameters: tuple[torch.Tensor, ...] = ()
     is_skipped: bool = False
+    is_known: bool = False
 
     def added_to(self, facts: StepFacts) -> StepFacts:
         """Return the facts of a step with those of this check."""

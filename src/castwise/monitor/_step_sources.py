@@ -13,6 +13,7 @@ from castwise._guard import Guard, guarded
 from castwise.amp._outcomes import StepFacts
 from castwise.amp._readback import DELAY, Readback
 from castwise.monitor._checked_steps import CheckedSteps, OnFault, device_of
+from castwise.monitor._joint_replay import JointReplay
 from castwise.monitor._step_check import LateCheck
 
 
@@ -132,9 +133,9 @@ class UnscaledSteps:
         door = self._guard.door(call)
         return _Handles([optimizer.register_step_pre_hook(door) for optimizer in self._optimizers])
 
-    def register_check(self, on_fault: OnFault, *, skips: bool = False) -> Handle:
+    def register_check(self, on_fault: OnFault, *, skips: bool = False, joint: JointReplay | None = None) -> Handle:
         """Check each step before it is taken; see `CheckedSteps`. Register it after the hook of gradients."""
-        self._checked_steps = CheckedSteps(self._optimizers, on_fault, skips, self._guard)
+        self._checked_steps = CheckedSteps(self._optimizers, on_fault, skips, self._guard, joint)
         return self._checked_steps
 
     def register_step_hook(self, hook: Callable[[StepFacts], object]) -> Handle:

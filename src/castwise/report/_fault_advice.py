@@ -15,7 +15,11 @@ from castwise.report._saturation import saturated_layer
 from castwise.report._skips import Finding, Skips
 
 GUARD = "To skip such steps: castwise run --guard, or in code GradScaler(device, schedule=castwise.schedules.Guard())."
-GUARD_SHARDED = "To skip such steps on all ranks: castwise.ShardedGradScaler(schedule=castwise.schedules.Guard())."
+_SHARDED = "castwise.ShardedGradScaler(schedule=castwise.schedules.Guard())."
+_GUARDS_OF_SPLIT = {
+    True: f"To skip such steps on all ranks: castwise run --guard, or in code {_SHARDED}",
+    False: f"To skip such steps on all ranks: {_SHARDED}",
+}
 # Losses of many healthy runs do not fall (GANs, fine-tuning), so large updates have to be seen too. At a usual rate an
 # update is a hundredth of the weights or less.
 LARGE_UPDATE = 0.3
@@ -43,19 +47,26 @@ def taken_steps(facts: RunFacts) -> Iterator[Advice]:
         text = f"Training is lost from step {since:,} on: {why}, and the step was taken. {_resume(since)}"
     else:
         text = f"{several(len(taken), 'step')} with inf or NaN {_were(taken)} taken, first step {taken[0]:,}: {why}."
-    is_split = "parameters split over ranks" in facts.run.settings
+    split = facts.run.settings.get("parameters split over ranks")
+    is_replayable = split in (None, "by fully_shard")
     if not diagnosed:
-        text += " Models that are split over ranks are not" if is_split else " The batch of that step could not be"
+        text += " The batch of that step could not be" if is_replayable else " Models that are split so are not"
         text += " replayed."
         about = facts.run.about
-        if about is not None and about.device != "cpu" and not is_split:
+        if about is not None and about.device != "cpu" and is_replayable:
             text += " On an accelerator, castwise run --snapshots or --guard replays it."
     evidence: dict[str, Measured] = {
         "first_step": taken[0],
         "affected_steps": len(taken),
         "recorded_steps": len(facts.run.steps),
     }
-    yield Advice(text, evidence, "critical" if is_lost else "warning", diagnosed, GUARD_SHARDED if is_split else GUARD)
+    yield Advice(
+        text,
+        evidence,
+        "critical" if is_lost else "warning",
+        diagnosed,
+        GUARD if split is None else _GUARDS_OF_SPLIT[is_replayable],
+    )
 
 
 def skipped_gradients(facts: RunFacts) -> Iterator[Advice]:

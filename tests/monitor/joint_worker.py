@@ -1,0 +1,116 @@
+"""Trains FSDP2 models on two ranks, each with and without a monitor, and prints what each rank has found.
+
+Run by `test_joint_replay.py`, once for each rank: `python joint_worker.py RANK WORLD_SIZE FILE`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import join
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from castwise.diagnosis._replay import is_replaying
+from castwise.monitor import Monitor, _checked_steps, _monitor
+
+STEPS = 6
+
+
+class Block(nn.Module):
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.linear, self.checkpoints = nn.Linear(8, 8), checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed = checkpoint(self.linear, x, use_reentrant=False) if self.checkpoints else self.linear(x)
+        return x + changed.relu()
+
+
+class Net(nn.Module):
+    def __init__(self, *, checkpoints: bool) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(checkpoints=checkpoints) for _ in range(3)))
+        self.last, self.raises = nn.Linear(8, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises and is_replaying():
+            raise KeyError("of a replay")
+        hidden = self.blocks(x)
+        return self.last(hidden / hidden.norm(dim=-1, keepdim=True))
+
+
+def made(how: str) -> Any:
+    torch.manual_seed(0)
+    net: Any = Net(checkpoints=how == "checkpointed")
+    low = {} if how == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for block in net.blocks:
+        fully_shard(block, reshard_after_forward=how != "kept", mp_policy=MixedPrecisionPolicy(**low))
+    return fully_shard(net, mp_policy=MixedPrecisionPolicy(**low, output_dtype=torch.float32))
+
+
+def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str, **options: Any) -> list[float]:
+    """Train, and return the weights. The fault is in step 3, on rank 1."""
+    net = made(how)
+    net.raises = how == "raises" and rank == 1
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(rank)
+    watch = contextlib.nullcontext()
+    if records is not None:
+        watch = Monitor(net, optimizer, sinks=[records.append], on_nonfinite="diagnose", **options)
+    with watch as monitor:
+        for step in range(1, STEPS + 1):
+            optimizer.zero_grad()
+            for part in range(2 if how == "accumulated" else 1):
+                net.set_requires_gradient_sync(how != "accumulated" or part == 1)
+                x = torch.randn(5, 8, generator=generator)
+                is_at_fault = step == 3 and rank == 1 and part == 0
+                if is_at_fault and fault == "sample":
+                    x[2, 4] = math.inf
+                loss = net(x).square().mean()
+                if is_at_fault and fault == "loss":
+                    loss = loss + torch.tensor(math.nan)  # and its gradients are finite
+                loss.backward()
+            if monitor is not None and how == "left" and step == 2 and rank == 1:
+                monitor.detach()
+            optimizer.step()
+    return [value for param in net.parameters() for value in param.full_tensor().detach().flatten().tolist()]
+
+
+def main() -> None:
+    rank, _, _ = join(sys.argv)
+    out: dict[str, Any] = {"same": {}, "found": {}, "warned": {}}
+
+    def compare(how: str, fault: str, **options: Any) -> None:
+        records: list[dict[str, Any]] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            watched, plain = (json.dumps(train(how, rank, each, fault, **options)) for each in (records, None))
+        out["same"][how] = watched == plain
+        out["found"][how] = [record for record in records if record["kind"] == "diagnosis"]
+        out["warned"][how] = [str(each.message) for each in caught if each.category is RuntimeWarning]
+
+    for how in ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left"):
+        compare(how, "loss")
+    compare("sample", "sample")
+    for module in (_checked_steps, _monitor):
+        module.device_of = lambda _: torch.device("cuda")  # type: ignore[attr-defined]  # as if a check were late
+    compare("late", "sample", snapshots=True)
+    print(json.dumps(out), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""FSDP2 on two real processes: ranks agree on faults, gather the weights, and each replays its batch alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.distributed.ranks import run
+from torch import nn
+
+from castwise.monitor._joint_replay import can_be_gathered, can_be_replayed
+
+CASES = ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "late")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(Path(__file__).with_name("joint_worker.py"), 2, tmp_path_factory.mktemp("ranks") / "store", "")
+
+
+@pytest.mark.parametrize("how", CASES)
+def test_training_has_the_same_bits_after_a_replay(how: str, ranks: list[dict[str, Any]]) -> None:
+    assert [rank["same"][how] for rank in ranks] == [True, True]
+
+
+@pytest.mark.parametrize("how", ["fp32", "bf16", "kept", "accumulated", "checkpointed"])
+def test_a_fault_of_one_rank_is_found_there(how: str, ranks: list[dict[str, Any]]) -> None:
+    (found,) = ranks[0]["found"][how]
+    assert (found["step"], found["rank"], found["summary"]) == (3, 1, "In the loss, aten.add gives nan.")
+
+
+def test_the_sample_is_named_also_with_weights_of_an_earlier_step(ranks: list[dict[str, Any]]) -> None:
+    for how, weights in (("sample", ""), ("late", ", with the weights of step 1")):
+        (found,) = ranks[0]["found"][how]
+        assert (found["step"], found["rank"]) == (3, 1)
+        assert found["summary"] == f"Input 0 is inf at (2, 4){weights}."
+        assert found["sample"] == "sample 2 of the batch, column 4: inf"
+        assert found["tried"] == "finite without sample 2"
+
+
+def test_a_replay_that_raises_on_one_rank_blocks_no_other(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["warned"]["raises"] == ["step 3 could not be diagnosed: KeyError: 'of a replay'"]
+    assert ranks[0]["found"]["raises"] == ranks[0]["warned"]["raises"] == []
+
+
+def test_a_rank_that_leaves_ends_the_replays_of_all(ranks: list[dict[str, Any]]) -> None:
+    said = "batches of this model, which is split over ranks, are not replayed any more: rank 1 stopped monitoring"
+    assert ranks[0]["warned"]["left"][0].startswith(said)
+    assert ranks[1]["warned"]["left"] == ranks[0]["found"]["left"] == []
+
+
+def test_a_model_of_one_process_needs_nothing_gathered() -> None:
+    assert can_be_replayed(nn.Linear(1, 1))
+    assert not can_be_gathered(nn.Linear(1, 1))
+    assert not can_be_gathered(nn.Sequential(nn.SyncBatchNorm(1), nn.Linear(1, 1)))
