@@ -25,7 +25,7 @@ from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import write_report
 from castwise.report._downsampling import changes, extremes, in_buckets
 from castwise.report._figures.exponent_map import exponent_map
-from castwise.report._figures.losses import LossCurve
+from castwise.report._figures.losses import LossCurve, moving_average
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
 from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
 from castwise.report._html_report import RunView, labels
@@ -382,6 +382,19 @@ def test_runs_in_which_nothing_was_finite_or_all_was_zero_have_a_page(tmp_path: 
     skipped = [step(i, 2.0 ** (10 - i), "non-finite loss", loss="nan", grad_norm="inf") for i in range(1, 40)]
     text = page_of(tmp_path, write(tmp_path / "a", *skipped, *broken), write(tmp_path / "b", zero)).text
     assert "The scale collapsed" in text
+
+
+def test_numbers_at_the_end_of_floating_point_have_a_page(tmp_path: Path) -> None:
+    losses = [(-1) ** i * 1.7e308 for i in range(40)]
+    assert all(math.isfinite(average) for _, average in moving_average([*enumerate(losses)], 8))
+    records = [step(i, None, loss=loss, grad_norm=10.0 ** (7.6 * i)) for i, loss in enumerate(losses, 1)]
+    samples = [sample(i, 1.0, {"a": -16.0}, {"a": 1.0}) for i in (1, 2)]
+    samples[0]["activations"]["a"]["smallest"] = "inf"
+    samples[1]["modules"]["a"]["numel"] = 0
+    assert (
+        "At the end: b/1 "
+        in page_of(tmp_path, *[write(tmp_path / name / "1", *records, *samples) for name in "bc"]).text
+    )
 
 
 def test_without_a_finite_sample_nothing_is_said_of_headroom_and_underflow(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def are_bf16(samples: Sequence[SampleRecord]) -> bool:
     for sample in samples:
         for module, stats in sample.activations.items():
             if not stats.nonfinite:
-                known = {stats.largest, stats.smallest or 0.0} - {0.0}
-                values.setdefault(module, set()).update(known)
+                known = (stats.largest, stats.smallest or 0.0)
+                values.setdefault(module, set()).update(value for value in known if 0.0 < value < math.inf)
     telling = [found for found in map(_telling, values.values()) if len(found) >= _ENOUGH_VALUES]
     like_bf16 = sum(all(map(_is_bf16, found)) for found in telling)
     return like_bf16 > 0 and like_bf16 >= _ENOUGH_MODULES * len(telling)

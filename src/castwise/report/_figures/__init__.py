@@ -8,6 +8,7 @@ works in light and dark themes. Module names are escaped because plotly interpre
 from __future__ import annotations
 
 import html
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,8 +51,9 @@ def rounded(value: float) -> float:
 def range_of(points: Sequence[Point]) -> list[float]:
     """Return the range of an axis that has some room above and below points."""
     lowest, highest = min(value for _, value in points), max(value for _, value in points)
-    margin = 0.06 * (highest - lowest) or 0.1 * abs(highest) or 1.0
-    return [lowest - margin, highest + margin]
+    margin = 0.06 * highest - 0.06 * lowest or 0.1 * abs(highest) or 1.0
+    most = sys.float_info.max
+    return [max(lowest - margin, -most), min(highest + margin, most)]
 
 
 def align(figures: Sequence[Figure]) -> None:

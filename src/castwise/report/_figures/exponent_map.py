@@ -96,7 +96,7 @@ def _shares(sample: SampleRecord, modules: Sequence[str]) -> Mapping[int, float]
     for stats in finite:
         for exponent, count in stats.exponents.items():
             counts[exponent + shift] += count
-    return {exponent: count / elements for exponent, count in counts.items()}
+    return {exponent: count / elements for exponent, count in counts.items()} if elements else {}
 
 
 def _grid(columns: Sequence[Mapping[int, float]], lowest: int, highest: int) -> list[list[int | None]]:

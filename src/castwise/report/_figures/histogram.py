@@ -87,7 +87,7 @@ def _histogram(by_shift: Mapping[int, Mapping[int, int]], elements: int) -> Hist
     for shift, counts in by_shift.items():
         plain.update(counts)
         scaled.update({exponent + shift: count for exponent, count in counts.items()})
-    return Histogram(plain, scaled, elements, tuple(2.0**shift for shift in by_shift))
+    return Histogram(plain, scaled, elements, tuple(2.0 ** min(shift, 1023) for shift in by_shift))
 
 
 def histogram(samples: Sequence[SampleRecord], modules: Sequence[str], *, in_fp16: bool) -> Figure:
@@ -145,7 +145,7 @@ def _choice(histogram: Histogram, in_fp16: bool) -> dict[str, Any]:
 
 def _bins(counts: Counter[int], elements: int) -> Trace:
     """Return bars at the middle of each power of two, in percent of all elements."""
-    if not counts:
+    if not counts or not elements:
         return {"x0": 0, "dx": 1, "y": []}
     exponents = range(min(counts), max(counts) + 1)
     heights = [float(f"{100 * counts[exponent] / elements:.3g}") for exponent in exponents]

@@ -135,10 +135,11 @@ def gaps_in(losses: Sequence[Point]) -> list[Gap]:
 
 def moving_average(points: Iterable[Point], over: int) -> list[Point]:
     """Return exponential moving averages, each over about the last `over` points; the first is over one point."""
-    kept, total, weights, averages = 1.0 - 1.0 / over, 0.0, 0.0, []
+    kept, average, weights, averages = 1.0 - 1.0 / over, 0.0, 0.0, []
     for step, value in points:
-        total, weights = kept * total + value, kept * weights + 1.0
-        averages.append((step, total / weights))
+        weights = kept * weights + 1.0
+        average = (1.0 - 1.0 / weights) * average + value / weights  # a quotient of sums may overflow
+        averages.append((step, average))
     return averages
 
 

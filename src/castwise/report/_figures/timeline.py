@@ -160,7 +160,7 @@ def _findings(facts: RunFacts, losses: dict[int, float]) -> Iterable[Trace]:
 
 def _decades(lowest: float, highest: float) -> dict[str, Any]:
     """Return at most four ticks of a logarithmic axis, of one digit each, by its range in powers of ten."""
-    exponents = range(math.floor(lowest), math.ceil(highest) + 1)
+    exponents = range(max(math.floor(lowest), -307), min(math.ceil(highest), 307) + 1)  # those of fp64
     every = [factor * 10.0**exponent for exponent in exponents for factor in (1, 2, 5)]
     ticks = [tick for tick in every if lowest <= math.log10(tick) <= highest]
     if len(ticks) > 4:
