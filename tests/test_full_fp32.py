@@ -317,3 +317,22 @@ def test_an_emulated_recipe_computes_in_full_fp32(recipe: str, monkeypatch: pyte
         assert torch.equal(ours, exact)
     assert seen == ["highest"] * 4  # the output and the gradient of the weight, in both runs
     assert torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.gpu
+def test_a_reference_on_a_gpu_is_not_rounded_to_tf32() -> None:
+    x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).cuda()
+    exact = (x.double() @ x.double()).cpu()
+    errors = []
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        errors.append(((x @ x).double().cpu() - exact).abs().max().item())
+        with full_fp32():
+            errors.append(((x @ x).double().cpu() - exact).abs().max().item())
+        errors.append(((x @ x).double().cpu() - exact).abs().max().item())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert errors[1] < 1e-3
+    if torch.cuda.get_device_capability() >= (8, 0):  # where there are units for TF32
+        assert errors[0] == errors[2] > 4 * errors[1]

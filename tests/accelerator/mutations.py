@@ -129,6 +129,28 @@ MUTATIONS = [
         "test_master_weights.py",
     ),
     Mutation(
+        "buckets are as small as on a CPU",
+        "master_weights/_buckets.py",
+        '    if device.type == "cpu":\n        return _BUCKET_BYTES // 4\n    share',
+        "    return _BUCKET_BYTES // 4\n    share",
+        "test_master_weights.py",
+    ),
+    Mutation(
+        "codecs are not compiled",
+        "master_weights/_codecs.py",
+        "if is_compiled and length % 8 == 0",
+        "if not is_compiled and length % 8 == 0",
+        "test_master_weights.py",
+    ),
+    Mutation(
+        "16-bit weights are written over gradients that are yet to be copied",
+        "master_weights/_master_weights.py",
+        "                if copied:\n                    torch._foreach_copy_([to",
+        "                if copied:\n                    loans[0].low.zero_()\n"
+        "                    torch._foreach_copy_([to",
+        "test_master_weights.py",
+    ),
+    Mutation(
         "the step count of random streams is copied to the device",
         "master_weights/_codecs.py",
         "torch.full((), _signed(self.taken), dtype=torch.int32, device=device)",

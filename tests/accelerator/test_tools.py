@@ -334,8 +334,8 @@ def test_without_a_scaler_two_options_name_line_and_sample_and_a_run_without_the
     if option != "--guard":
         assert "Training is lost from step 10 on" in run.stderr
     if not option:
-        told = " ".join(run.stderr.split())
-        assert "could not be replayed. On an accelerator, castwise run --snapshots or --guard" in told
+        text = " ".join(run.stderr.split())
+        assert "could not be replayed. On an accelerator, castwise run --snapshots or --guard" in text
 
 
 def test_a_schedule_that_is_exhausted_raises() -> None:

@@ -1,4 +1,4 @@
-"""`make gpu` cannot be tried here as a whole; its parts can."""
+"""The parts of `make gpu`. `python -m benchmarks.gpu --rehearse` runs them all, on the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import parse
-from benchmarks.gpu import Part, parts, run
+from benchmarks.gpu import ROOT, Part, parts, run
+from benchmarks.gpu_rehearsal import project_on_sim
 from typer.testing import CliRunner
 
 from benchmarks import gpu
 from castwise._cli import app
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_commands_are_understood(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_small", [False, True])
+def test_the_commands_are_understood(is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    _, _, benchmarks, demo = parts(device, tmp_path)
+    _, _, benchmarks, demo = parts(is_small=is_small)
     options = parse(benchmarks.arguments[2:])
-    assert (options.device, options.only, options.out) == (device, list(gpu.BENCHMARKS), tmp_path)
+    assert (options.device, options.only, options.out) == ("cuda", list(gpu.BENCHMARKS), gpu.RESULTS)
+    assert options.full != is_small
     known = CliRunner().invoke(app, [*demo.arguments[2:], "--help"])
     assert known.exit_code == 0, known.output
 
 
 def test_all_parts_together_end_in_nine_minutes() -> None:
     first_pages = 10
-    assert sum(part.seconds for part in parts("cuda", gpu.RESULTS)) + first_pages <= 9 * 60
+    assert sum(part.seconds for part in parts()) + first_pages <= 9 * 60
 
 
 def test_what_fails_or_takes_too_long_is_named(capfd: pytest.CaptureFixture[str]) -> None:
@@ -39,10 +41,23 @@ def test_what_fails_or_takes_too_long_is_named(capfd: pytest.CaptureFixture[str]
 def test_the_rest_is_run_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
-    def failing(part: Part) -> str:
+    def failing(part: Part, *, patience: int = 1) -> str:
         done.append(part.name)
         return part.name
 
     monkeypatch.setattr(gpu, "run", failing)
     assert gpu.main([]) == 1
-    assert done == [*(part.name for part in parts("cuda", gpu.RESULTS)), "first pages"]
+    assert done == [*(part.name for part in parts()), "first pages"]
+
+
+def test_in_a_rehearsal_code_for_cuda_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    project_on_sim(tmp_path)
+    for name in ("benchmarks/step_cost.py", "src/castwise/_demo/hardware.py", "tests/amp/test_grad_scaler_gpu.py"):
+        code = (tmp_path / name).read_text()
+        assert '"cuda"' not in code
+        assert "import torch" in code
+        assert "torch.cuda." not in code
+        assert '"sim"' in code
+    assert (tmp_path / "src/castwise/amp/_devices.py").read_text() == (
+        ROOT / "src/castwise/amp/_devices.py"
+    ).read_text()
