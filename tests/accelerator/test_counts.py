@@ -39,7 +39,7 @@ def test_nor_do_many_iterations(kind: str, clipping: str) -> None:
     waits, launches = [], []
     for library in (castwise, torch.amp):
         training = Training(library, kind, clipping, growth_interval=1000)
-        counts = [counted_step(training, warm=1) for _ in range(40)]
+        counts = [counted_step(training, warm=1) for _ in range(20)]
         waits.append(sum(count.host_waits - count.waits.get("event", 0) for count in counts))
         launches.append(sum(count.launches for count in counts))
     assert waits[0] <= waits[1]
