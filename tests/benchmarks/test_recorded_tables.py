@@ -18,6 +18,7 @@ TABLES = {
     "learning": "learning-cpu",
     "recipes": "recipes-cpu",
     "fault_finding": "fault_finding-cpu",
+    "unscaled_faults": "unscaled_faults-cpu",
     "broken_scripts": "broken_scripts-cpu",
     "planted_precision": "planted_precision-cpu",
     "planted_spikes": "planted_spikes-cpu",

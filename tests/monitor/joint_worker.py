@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ import torch
 import torch.distributed as dist
 from tests.distributed.ranks import join
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from castwise.diagnosis._replay import is_replaying
-from castwise.monitor import Monitor, _checked_steps, _monitor
+from castwise.monitor import Monitor, _checked_steps, _exchange, _monitor
+from castwise.monitor._joint_replay import can_be_gathered
+from castwise.monitor._step_sources import UnscaledSteps
 
 STEPS = 6
 
@@ -42,11 +45,13 @@ class Net(nn.Module):
     def __init__(self, *, checkpoints: bool) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(checkpoints=checkpoints) for _ in range(3)))
-        self.last, self.raises = nn.Linear(8, 4), False
+        self.last, self.raises, self.is_slow = nn.Linear(8, 4), False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.raises and is_replaying():
             raise KeyError("of a replay")
+        if self.is_slow and is_replaying():
+            time.sleep(0.7 * _exchange.LIMIT)
         hidden = self.blocks(x)
         return self.last(hidden / hidden.norm(dim=-1, keepdim=True))
 
@@ -61,10 +66,13 @@ def made(how: str) -> Any:
 
 
 def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str, **options: Any) -> list[float]:
-    """Train, and return the weights. The fault is in step 3, on rank 1."""
+    """Train, and return the weights. The fault is in step 3, on rank 1; "pending" in the last."""
     net = made(how)
-    net.raises = how == "raises" and rank == 1
+    net.raises, net.is_slow = how == "raises" and rank == 1, how == "slow" and rank == 1
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    if how == "validated":  # after which the root has all its weights
+        with torch.no_grad():
+            net(torch.ones(1, 8))
     generator = torch.Generator().manual_seed(rank)
     watch = contextlib.nullcontext()
     if records is not None:
@@ -75,7 +83,7 @@ def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str,
             for part in range(2 if how == "accumulated" else 1):
                 net.set_requires_gradient_sync(how != "accumulated" or part == 1)
                 x = torch.randn(5, 8, generator=generator)
-                is_at_fault = step == 3 and rank == 1 and part == 0
+                is_at_fault = step == (STEPS if how == "pending" else 3) and rank == 1 and part == 0
                 if is_at_fault and fault == "sample":
                     x[2, 4] = math.inf
                 loss = net(x).square().mean()
@@ -104,9 +112,21 @@ def main() -> None:
     for how in ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left"):
         compare(how, "loss")
     compare("sample", "sample")
+    compare("validated", "sample")
+    _exchange.LIMIT = 1.5
+    compare("slow", "sample")
+    _exchange.LIMIT = 10.0
     for module in (_checked_steps, _monitor):
         module.device_of = lambda _: torch.device("cuda")  # type: ignore[attr-defined]  # as if a check were late
     compare("late", "sample", snapshots=True)
+    tell: Any = UnscaledSteps._tell
+    UnscaledSteps._tell = lambda self, but: tell(self, 2)  # type: ignore[method-assign]  # as on an accelerator
+    UnscaledSteps.synchronize = lambda self: tell(self, 0)  # type: ignore[method-assign]
+    compare("pending", "sample", snapshots=True)
+    net = made("fp32")
+    out["gathered"] = [can_be_gathered(net)]
+    register_fsdp_forward_method(net.blocks[0], "forward")
+    out["gathered"].append(can_be_gathered(net))
     print(json.dumps(out), flush=True)
     dist.barrier()
     dist.destroy_process_group()

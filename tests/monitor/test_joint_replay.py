@@ -11,7 +11,7 @@ from torch import nn
 
 from castwise.monitor._joint_replay import can_be_gathered, can_be_replayed
 
-CASES = ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "late")
+CASES = ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late")
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,18 @@ def test_training_has_the_same_bits_after_a_replay(how: str, ranks: list[dict[st
     assert [rank["same"][how] for rank in ranks] == [True, True]
 
 
+def test_what_is_pending_when_a_run_ends_is_not_replayed(ranks: list[dict[str, Any]]) -> None:
+    """One rank may end while others do not."""
+    for rank in ranks:
+        assert rank["same"]["pending"]
+        assert rank["found"]["pending"] == []
+        assert not any("could not be diagnosed" in text for text in rank["warned"]["pending"])
+
+
+def test_methods_that_gather_weights_beside_the_forward_are_not_replayed(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["gathered"] == [True, False]
+
+
 @pytest.mark.parametrize("how", ["fp32", "bf16", "kept", "accumulated", "checkpointed"])
 def test_a_fault_of_one_rank_is_found_there(how: str, ranks: list[dict[str, Any]]) -> None:
     (found,) = ranks[0]["found"][how]
@@ -31,7 +43,9 @@ def test_a_fault_of_one_rank_is_found_there(how: str, ranks: list[dict[str, Any]
 
 
 def test_the_sample_is_named_also_with_weights_of_an_earlier_step(ranks: list[dict[str, Any]]) -> None:
-    for how, weights in (("sample", ""), ("late", ", with the weights of step 1")):
+    cases = {"sample": "", "validated": "", "slow": "", "late": ", with the weights of step 1"}
+    for how, weights in cases.items():
+        assert ranks[0]["warned"][how] == ranks[1]["warned"][how] == []
         (found,) = ranks[0]["found"][how]
         assert (found["step"], found["rank"]) == (3, 1)
         assert found["summary"] == f"Input 0 is inf at (2, 4){weights}."
@@ -45,8 +59,9 @@ def test_a_replay_that_raises_on_one_rank_blocks_no_other(ranks: list[dict[str, 
 
 
 def test_a_rank_that_leaves_ends_the_replays_of_all(ranks: list[dict[str, Any]]) -> None:
-    said = "batches of this model, which is split over ranks, are not replayed any more: rank 1 stopped monitoring"
-    assert ranks[0]["warned"]["left"][0].startswith(said)
+    said = ranks[0]["warned"]["left"][0]
+    assert said.startswith("batches of this model, which is split over ranks, are not replayed any more, nor steps")
+    assert "rank 1 stopped monitoring" in said
     assert ranks[1]["warned"]["left"] == ranks[0]["found"]["left"] == []
 
 

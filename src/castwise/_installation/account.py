@@ -62,8 +62,8 @@ class Account(Observer):
     """Attaches a `Monitor` to each model before the first step of an optimizer that trains it.
 
     Each run has a folder of its own (`castwise._installation.run_folder`). With several processes, each writes its own
-    folders in it, and none waits for another, because they may not train the same model. Folders of forked workers that
-    are not ranks have the process id in their name.
+    folders in it, and none waits for another, because they may not train the same model; those that train one FSDP2
+    model do. Folders of forked workers that are not ranks have the process id in their name.
 
     Args:
         out: The folder of runs; None records nothing, and only reports mistakes.
@@ -342,7 +342,7 @@ class Account(Observer):
 
 
 class _LocalMonitor(Monitor):
-    """A monitor that does not communicate with other processes, which may do something else."""
+    """A monitor that does not combine records with other processes, which may do something else."""
 
     capsules: Capsules | None = None
 
@@ -375,13 +375,13 @@ class _LocalMonitor(Monitor):
         self._recording.follow(lambda: self._steps.iteration)
         self._weights = EarlierWeights() if snapshots else None
 
-    def _diagnosed(
-        self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
-    ) -> Diagnosis | None:
-        if facts.cause is not None and self._recording is not None:
-            self._faults[facts.cause] += 1
-            if self._faults[facts.cause] > self._most_diagnoses:
-                return None
+    def _is_wanted(self, cause: Cause) -> bool:
+        if self._recording is None:
+            return False
+        self._faults[cause] += 1
+        return self._faults[cause] <= self._most_diagnoses
+
+    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None) -> Diagnosis | None:
         diagnosis = Monitor._diagnosed(self, facts, batches, weights_of)
         if diagnosis and batches is not None and batches.at_fault is not None and self.capsules is not None:
             with self._guard:  # the step is recorded anyway

@@ -109,8 +109,11 @@ class CheckedSteps:
         """Return a check with what other ranks have found."""
         if self._joint is None:
             return checked
-        has_fault, is_bad = self._joint.any(checked.cause is not None, checked.has_nonfinite_gradients)
+        of_weights = checked.cause is Cause.NONFINITE_WEIGHTS  # of which each rank knows its own part
+        flags = checked.cause is not None, checked.has_nonfinite_gradients, of_weights
+        has_fault, is_bad, of_weights = self._joint.any(*flags)
         cause = checked.cause or (Cause.ANOTHER_RANK if has_fault else None)
+        cause = Cause.NONFINITE_WEIGHTS if of_weights else cause
         return replace(checked, cause=cause, has_nonfinite_gradients=is_bad)
 
     def _give_back(self) -> None:

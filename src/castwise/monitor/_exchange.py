@@ -152,7 +152,7 @@ class Exchange:
             self.close()
             raise
 
-    def maximum_of_step(self, step: int, tensor: torch.Tensor) -> None:
+    def maximum_of_step(self, step: int, tensor: torch.Tensor, limit: float | None = None) -> None:
         """Replace a tensor on all ranks by the elementwise maximum: one small collective, for use in every step.
 
         Outside `at`, and without its look at the store and its check that all ranks are at the same step.
@@ -160,6 +160,7 @@ class Exchange:
         Args:
             step: Number of the step, for the text of an error.
             tensor: See `maximum`.
+            limit: The longest that a rank waits for the others, in seconds, instead of `LIMIT`.
 
         Raises:
             NoExchangeError: See `at`.
@@ -169,20 +170,21 @@ class Exchange:
                 self.maximum(tensor)
             return
         self._count += 1
-        self._began = time.monotonic()
+        self._began = time.monotonic() + (LIMIT if limit is None else limit) - LIMIT
         try:
-            self.maximum(tensor)
+            self.maximum(tensor, limit)
         except Exception as error:
             self._over = self._stop(error, step)
             raise self._over from error
 
-    def maximum(self, tensor: torch.Tensor) -> None:
+    def maximum(self, tensor: torch.Tensor, limit: float | None = None) -> None:
         """Replace a tensor on all ranks by the elementwise maximum.
 
         Args:
             tensor: A contiguous tensor on the CPU of the same shape and dtype on all ranks, as in all methods here.
+            limit: The longest that a rank waits for the others, in seconds, instead of `LIMIT`.
         """
-        self._wait_for("allreduce", _dist.AllreduceOptions(), [tensor], reduceOp=dist.ReduceOp.MAX)
+        self._wait_for("allreduce", _dist.AllreduceOptions(), [tensor], limit=limit, reduceOp=dist.ReduceOp.MAX)
 
     def sum_on_first(self, tensor: torch.Tensor) -> None:
         """Replace a tensor on rank 0 by the sum over all ranks. On other ranks its values are undefined then."""
@@ -248,8 +250,10 @@ class Exchange:
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> None:
         self._wait_for("reduce", dist.ReduceOptions(), [tensor], reduceOp=operation, rootRank=0)
 
-    def _wait_for(self, collective: str, options: Any, *tensors: Any, **settings: Any) -> None:
-        options.timeout = timedelta(seconds=LIMIT)
+    def _wait_for(
+        self, collective: str, options: Any, *tensors: Any, limit: float | None = None, **settings: Any
+    ) -> None:
+        options.timeout = timedelta(seconds=LIMIT if limit is None else limit)
         for name, value in settings.items():
             setattr(options, name, value)
         with _connection():

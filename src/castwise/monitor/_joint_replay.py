@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,11 +14,14 @@ from castwise._registered_hooks import hooks_of
 from castwise._torch_private import fsdp_mixed_precision
 from castwise._warnings import warn_or_print
 from castwise.monitor._exchange import Exchange, NoExchangeError
-from castwise.monitor._local_shards import is_split, is_split_over_ranks
+from castwise.monitor._local_shards import fully_sharded, is_split, is_split_over_ranks
 from castwise.policy._casting import cast_floats
 
 _MOST_OF_FREE = 0.25  # of the memory that is free, for the parts of the other ranks
 _MOST_BYTES = 2**30  # where it is not known how much is free
+_LONGEST_REPLAY = 600.0  # seconds
+_FLAGS = 4
+_FSDP = "torch.distributed.fsdp"
 
 
 class JointReplay:
@@ -43,28 +45,23 @@ class JointReplay:
         """Whether the ranks do not meet any more."""
         return self._exchange is None
 
-    def any(self, one: bool, other: bool = False) -> tuple[bool, bool]:
+    def any(self, *flags: bool) -> tuple[bool, ...]:
         """Return for each flag whether it is set on any rank; this rank's own ones once ranks do not meet any more.
 
         All ranks call this at the same steps.
+
+        Args:
+            flags: At most four.
         """
         self._steps += 1
-        numbers = torch.tensor([one, other], dtype=torch.uint8)
-        if self._exchange is not None:
-            try:
-                self._exchange.maximum_of_step(self._steps, numbers)
-            except NoExchangeError as why:
-                self._exchange = None
-                text = f"batches of this model, which is split over ranks, are not replayed any more: {why}"
-                warn_or_print(text, RuntimeWarning)
-        one, other = map(bool, numbers.tolist())
-        return one, other
+        return self._maximum(flags)
 
     @contextmanager
     def gathered(self, is_wanted: bool) -> Iterator[bool]:
         """Give the modules all of their weights within the context, if any rank wants that and all have the memory.
 
-        No collectives run inside, also where the model's own forward has some to gather weights.
+        No collectives run inside, also where the model's own forward has some to gather weights. At the end, ranks wait
+        for the slowest.
 
         Yields:
             Whether the modules have them.
@@ -73,8 +70,23 @@ class JointReplay:
         if self._exchange is None or not wanted or lacks_memory:
             yield False
             return
-        with _gathered(self._model):
-            yield True
+        try:
+            with _gathered(self._model):
+                yield True
+        finally:
+            self._maximum((), _LONGEST_REPLAY)
+
+    def _maximum(self, flags: tuple[bool, ...], limit: float | None = None) -> tuple[bool, ...]:
+        # Of one size, so that ranks that are not where others are get wrong flags and no error that ends the process.
+        numbers = torch.tensor([*flags, *[False] * (_FLAGS - len(flags))], dtype=torch.uint8)
+        if self._exchange is not None:
+            try:
+                self._exchange.maximum_of_step(self._steps, numbers, limit)
+            except NoExchangeError as why:
+                self._exchange = None
+                text = "batches of this model, which is split over ranks, are not replayed any more, nor steps skipped"
+                warn_or_print(f"{text} without a scaler: {why}", RuntimeWarning)
+        return tuple(map(bool, numbers.tolist()[: len(flags)]))
 
     def close(self) -> None:
         """Leave the other ranks, which go on without."""
@@ -83,10 +95,11 @@ class JointReplay:
         self._exchange = None
 
     def _has_memory(self) -> bool:
-        params = [param for param in self._model.parameters() if is_split(param)]
+        params: list[Any] = [param for param in self._model.parameters() if is_split(param)]
         nbytes = sum(param.numel() * param.element_size() for param in params)
-        free = _free_bytes(params[0].device) if params else None
-        return nbytes <= (_MOST_BYTES if free is None else _MOST_OF_FREE * free)
+        # The mesh has the device of the gathered weights, also where the parts are kept in the host's memory.
+        free = _free_bytes(params[0].device_mesh.device_type) if params else None
+        return float(nbytes) <= (_MOST_BYTES if free is None else _MOST_OF_FREE * free)
 
 
 def can_be_replayed(model: nn.Module) -> bool:
@@ -97,15 +110,17 @@ def can_be_replayed(model: nn.Module) -> bool:
 def can_be_gathered(model: nn.Module) -> bool:
     """Return True if what is split of a model over ranks are parameters, and each by `fully_shard` alone.
 
-    Not with tensor parallelism, whose ops have collectives of their own, nor with FSDP1 or SyncBatchNorm.
+    Not with tensor parallelism, whose ops have collectives of their own, nor with FSDP1 or SyncBatchNorm, nor where
+    `register_fsdp_forward_method` has wrapped other methods than `forward`.
     """
-    units = _units(model)
+    units = fully_sharded(model)
     of_units = {id(param) for unit in units for param in unit.parameters()}
     split = [param for param in model.parameters() if is_split(param)]
     return (
         bool(units)
         and all(id(param) in of_units and _is_sharded_once(param) for param in split)
         and not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        and not any(_is_wrapped_by_fsdp(value) for unit in units for value in vars(unit).values())
     )
 
 
@@ -115,19 +130,18 @@ def _is_sharded_once(param: Any) -> bool:
     return last.is_shard() and all(placement.is_replicate() for placement in others)
 
 
-def _units(model: nn.Module) -> list[Any]:
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a program that shards a module has imported it
-    kind = getattr(fsdp, "FSDPModule", ())
-    return [module for module in model.modules() if isinstance(module, kind)]
+def _is_wrapped_by_fsdp(value: Any) -> bool:
+    function = getattr(value, "__func__", None)  # whose `__module__` is that of the method inside
+    return str(getattr(function, "__globals__", {}).get("__name__", "")).startswith(_FSDP)
 
 
 @contextmanager
 def _gathered(model: nn.Module) -> Iterator[None]:
-    units = _units(model)
-    split = [unit for unit in units if any(is_split(param) for param in unit.parameters())]
-    for unit in split:
-        unit.unshard()
+    units = fully_sharded(model)
+    split = [unit for unit in units if any(is_split(param) for param in _own_parameters(unit))]
     try:
+        for unit in split:
+            unit.unshard()
         with ExitStack() as stack:
             for unit in units:
                 stack.enter_context(_without_its_hooks(unit))
@@ -135,6 +149,12 @@ def _gathered(model: nn.Module) -> Iterator[None]:
     finally:
         for unit in split:
             unit.reshard()
+
+
+def _own_parameters(unit: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters of a module that belong to no unit inside it."""
+    inner = {id(param) for other in fully_sharded(unit) if other is not unit for param in other.parameters()}
+    return (param for param in unit.parameters() if id(param) not in inner)
 
 
 @contextmanager
@@ -171,16 +191,14 @@ def _without_its_hooks(unit: nn.Module) -> Iterator[None]:
 
 
 def _is_of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp") or type(
-        getattr(hook, "__self__", None)
-    ).__module__.startswith("torch.distributed.fsdp")
+    return str(getattr(hook, "__module__", "")).startswith(_FSDP)
 
 
-def _free_bytes(device: torch.device) -> float | None:
-    """Return the free bytes of a device's memory; None if they are not known."""
-    if device.type == "cpu":
+def _free_bytes(device_type: str) -> float | None:
+    """Return the free bytes of the current device's memory; None if they are not known."""
+    if device_type == "cpu":
         names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
         known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
         return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if known else None
-    ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-    return None if ask is None else float(ask(device)[0])
+    ask = getattr(torch.get_device_module(device_type), "mem_get_info", None)
+    return None if ask is None else float(ask()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,18 @@ def is_split_over_ranks(model: nn.Module) -> bool:
     """Return True if one rank cannot run a model without the others: FSDP, tensor parallelism, SyncBatchNorm."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
+    if fully_sharded(model):  # whose parameters are whole while they are gathered
+        return True
     return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in model.parameters()) or any(
         isinstance(module, nn.SyncBatchNorm) for module in model.modules()
     )
+
+
+def fully_sharded(model: nn.Module) -> list[Any]:
+    """Return the modules that `fully_shard` was applied to."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # a program that shards a module has imported it
+    kind = getattr(fsdp, "FSDPModule", ())
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def is_partial(tensor: Any) -> bool:

@@ -30,7 +30,7 @@ from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
 from castwise.monitor._exchange import NoExchangeError
 from castwise.monitor._iterations import Iteration, Iterations
-from castwise.monitor._joint_replay import JointReplay, can_be_replayed
+from castwise.monitor._joint_replay import JointReplay, can_be_gathered, can_be_replayed
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
@@ -97,8 +97,9 @@ class Monitor:
 
     With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
     steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
-    `every` and the same step numbers. A process waits at most 10 s in `attach`, and once for about 10 s in a step.
-    After that, each warns with the cause, and the first records itself alone. The manual's page on ranks has details.
+    `every` and the same step numbers. A process waits at most 10 s in `attach`, and once for about 10 s in a step;
+    twice as long if faults of an FSDP2 model are diagnosed. After that, each warns with the cause, and the first
+    records itself alone. The manual's page on ranks has details.
 
     Args:
         model: The trained model, or its wrapper; records use the names without wrappers.
@@ -291,8 +292,10 @@ class Monitor:
 
     def _make_joint(self) -> JointReplay | None:
         """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
-        cannot_replay = self._recording is None or (self._is_late and self._weights is None)
-        if cannot_replay or not is_split_over_ranks(self._model):
+        replays = self._recording is not None and not (self._is_late and self._weights is None)
+        if not (replays or (self._is_checked and self._skips_faults)):
+            return None
+        if not (is_split_over_ranks(self._model) and can_be_gathered(self._model)):
             return None
         try:
             return JointReplay(self._model)
@@ -319,8 +322,7 @@ class Monitor:
         if not self._handles:
             return
         if self._joint is not None:
-            self._joint.close()  # first: other ranks may not detach at the same time
-            self._joint = None
+            self._joint.close()  # first: other ranks may not detach at the same time, so nothing pending is replayed
         try:
             self._steps.synchronize()  # may raise ScaleExhausted, which is the schedule's
         finally:
@@ -530,16 +532,11 @@ class Monitor:
             iteration.is_combined = True
         return agreed(known, self._ranks.world_size)
 
-    def _diagnosed(
-        self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
-    ) -> Diagnosis | None:
-        if facts.cause is None:
-            return None
-        self.diagnosis = None
+    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None) -> Diagnosis | None:
         if batches is not None:
             # Copies of parts of weights would not reach gathered ones.
-            keeps = self._weights is not None and self._joint is None
-            earlier = self._weights.earlier(facts.number) if keeps and self._weights is not None else None
+            weights = self._weights if self._joint is None else None
+            earlier = None if weights is None else weights.earlier(facts.number)
             try:
                 self.diagnosis = batches.diagnose(facts.scale, facts.cause, earlier, weights_of)
             except Exception as error:
@@ -571,18 +568,27 @@ class Monitor:
         """Return the facts of a step with what other ranks of a split model know, if they arrive after the step."""
         if self._joint is None or not (self._steps.is_scaled or self._is_late):
             return facts
-        has_fault, _ = self._joint.any(facts.cause is not None)
+        (has_fault,) = self._joint.any(facts.cause is not None)
         return replace(facts, cause=Cause.ANOTHER_RANK) if has_fault and facts.cause is None else facts
 
     def _replayed(
         self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
     ) -> Diagnosis | None:
         """Diagnose a step; if the model is split over ranks, all call this at once and lend each other their parts."""
-        if self._joint is None or facts.cause is None:
-            return self._diagnosed(facts, batches, weights_of)
-        is_own = facts.cause is not Cause.ANOTHER_RANK and batches is not None
-        with self._joint.gathered(is_own) as is_gathered:
-            return self._diagnosed(facts, batches, weights_of) if is_own and is_gathered else None
+        if facts.cause is None:
+            return None
+        if batches is not None:
+            self.diagnosis = None
+        is_wanted = batches is not None and self._is_wanted(facts.cause)
+        if self._joint is None:
+            return self._diagnosed(facts, batches, weights_of) if is_wanted else None
+        is_wanted = is_wanted and facts.cause is not Cause.ANOTHER_RANK
+        with self._joint.gathered(is_wanted) as is_gathered:
+            return self._diagnosed(facts, batches, weights_of) if is_wanted and is_gathered else None
+
+    def _is_wanted(self, cause: Cause) -> bool:
+        """Return True if a step with this cause is to be diagnosed."""
+        return True
 
     def _note_alone(self, step: int) -> None:
         """Record once from which step on, and why, the ranks' results are not combined."""

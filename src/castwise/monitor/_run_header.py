@@ -43,9 +43,10 @@ def run_record(
 
 
 def _split(model: nn.Module, parameters: Sequence[nn.Parameter]) -> dict[str, str]:
-    if not is_split_over_ranks(nn.ParameterList(parameters)):
-        return {}
-    return {"parameters split over ranks": "by fully_shard" if can_be_gathered(model) else "in other ways"}
+    if is_split_over_ranks(model) and can_be_gathered(model):
+        return {"parameters split over ranks": "by fully_shard"}
+    is_split = is_split_over_ranks(nn.ParameterList(parameters))
+    return {"parameters split over ranks": "in other ways"} if is_split else {}
 
 
 def _learning_rate(lr: Any) -> float | str:
