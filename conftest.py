@@ -187,6 +187,7 @@ def _look_at_python(words: list[str]) -> None:
             "castwise": _look_at_castwise,
             "torch.distributed.run": _look_at_torchrun,
             "pytest": _look_at_pytest,
+            "benchmarks.gpu": _look_at_gpu_benchmark,
         }
         modules[words[1]](words[2:])
     else:
@@ -212,6 +213,12 @@ def _look_for(script: str) -> None:
 def _look_at_make(words: list[str]) -> None:
     targets = re.findall(r"^(?!\.PHONY)([\w./]+):", (ROOT / "Makefile").read_text(), re.M)
     assert set(words) <= set(targets), f"the Makefile has no {words}, but {targets}"
+
+
+def _look_at_gpu_benchmark(words: list[str]) -> None:
+    source = (ROOT / "benchmarks" / "gpu.py").read_text()
+    for word in words:
+        assert f'"{word}"' in source, f"benchmarks/gpu.py has no option {word}"
 
 
 def _look_at_pip(words: list[str]) -> None:
