@@ -350,6 +350,32 @@ def test_the_diff_applies_and_what_is_left_is_said(project: Path) -> None:
     assert "the line has changed since the run" in said
 
 
+def test_a_remedy_without_a_line_is_left_by_hand_but_for_a_scale(project: Path) -> None:
+    advice, code = "keep 0 in fp32: castwise.autocast(...)", "policy = ...\nwith castwise.autocast(...):"
+    overflow = DiagnosisRecord(
+        3, "overflow", "forward", "0", "aten.addmm", "forward: 0", advice, None, "In 0.", code=code
+    )
+    scale = DiagnosisRecord(
+        1, "overflow", "backward", "0", "aten.mm", "", "lower the scale", None, "S.", remedy="scale"
+    )
+    file = project / "castwise-run" / "1" / "monitor.jsonl.gz"
+    kept = [line for line in recorded.lines_in(file) if '"mistake"' not in line]
+    recorded.write_lines(file, *kept, *(json.dumps(record.to_json()) for record in (scale, overflow)))
+    shown = (
+        "In 0.\n  by hand, because no line of the script is known for it:\n    policy = ...\n    with castwise.autocast"
+    )
+    returned, diff, said = fix()
+    assert (returned, diff) == (1, "")
+    assert shown in said
+    assert "nothing to edit" not in said
+    assert json.loads(fix("--json")[1]) == {
+        "scripts": [],
+        "without_line": [{"text": "In 0.", "remedy": advice, "code": code}],
+    }
+    recorded.write_lines(file, *kept, json.dumps(scale.to_json()))
+    assert fix() == (0, "", "castwise fix: the run has found nothing to edit in its script\n")
+
+
 def test_scripts_are_written_with_a_copy_and_uncommitted_ones_only_when_forced(project: Path) -> None:
     script = project / "train.py"
     before = script.read_bytes()

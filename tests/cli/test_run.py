@@ -545,6 +545,14 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
             ["python", "-u", "train.py", "--lr", "3"],
             "leave out python, because castwise runs the script itself: castwise run train.py --lr 3",
         ),
+        (
+            [sys.executable, "train.py"],
+            f"leave out {sys.executable}, because castwise runs the script itself: castwise run train.py",
+        ),
+        (
+            ["python3.11", "train.py"],
+            "leave out python3.11, because castwise runs the script itself: castwise run train.py",
+        ),
         (["missing.py"], "cannot read missing.py: No such file or directory; give the path of a script, or -m"),
         (
             ["--lr", "3", "broken.py"],

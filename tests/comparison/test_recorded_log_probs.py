@@ -191,6 +191,10 @@ def test_outputs_of_transformers(model: Experts) -> None:
     found = compare_log_probs(model, records)
     assert found.summary.tokens == 8
     assert found.summary.largest_difference < 1e-5
+    end = sequences[0, 4].item()  # what follows its first occurrence is padding
+    lengths = [len(record.tokens) for record in from_transformers(output, 3, eos_token_id=[end])]
+    assert lengths == [3 + (row.index(end) + 1 if end in row else 4) for row in sequences[:, 3:].tolist()]
+    assert lengths[0] <= 5
     with pytest.raises(ValueError, match="5 tokens after a prompt of 2, but there are 4 logits"):
         from_transformers(output, prompt_length=2)
     with pytest.raises(ValueError, match="output_logits=True"):

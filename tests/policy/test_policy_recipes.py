@@ -434,7 +434,7 @@ def test_a_layer_with_a_recipe_takes_the_arguments_of_a_linear_layer() -> None:
 def test_a_forward_that_others_have_put_on_a_layer_is_not_passed_over() -> None:
     layer = nn.Linear(16, 16)
     layer.forward = lambda x: nn.Linear.forward(layer, x) + 1  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"has a forward of tests\.policy.test_policy_recipes as an attribute"):
+    with pytest.raises(ValueError, match=r"is overridden on the instance \(by tests\.policy\.test_policy_recipes\)"):
         Policy(compute="bfloat16", modules={"": ROWWISE}).bind(layer)
 
 

@@ -177,6 +177,15 @@ def test_no_page_is_wider_than_its_screen_and_runs_stand_side_by_side_on_wide_on
         assert len(browser.run(lefts)) == columns
 
 
+def test_long_lines_of_code_do_not_widen_the_page(browser: Browser, tmp_path: Path) -> None:
+    recorded.healthy(tmp_path, steps=20, layers=1)
+    file, code = tmp_path / "monitor.jsonl.gz", "optimizer.step(" + "a, " * 60 + ")"
+    mistake = {"kind": "mistake", "name": "x", "text": "wrong", "corrected": code, "file": "t.py", "line": 1}
+    recorded.write_lines(file, *recorded.lines_in(file), json.dumps({**mistake, "source": code}))
+    browser.open(write_report([tmp_path], tmp_path / "report.html"), width=400)
+    assert browser.run("document.documentElement.scrollWidth") <= 400
+
+
 def test_all_can_be_reached_by_keyboard_in_the_order_of_the_page(browser: Browser, troubled: Path) -> None:
     browser.open(troubled)
     reached = []

@@ -39,19 +39,27 @@ def fix(
     """
     try:
         _, files = _run_with_records(run)
-        from castwise._fixing.corrections import corrections  # loads torch, which takes seconds
+        from castwise._fixing.corrections import corrections, without_line  # loads torch, which takes seconds
 
-        corrected = corrections(_read_all(files))
+        runs = _read_all(files)
+        corrected, elsewhere = corrections(runs), without_line(runs)
         if apply:
             _write_all([script for script in corrected if script.edits], force)
     except UserError as error:
         typer.echo(f"castwise fix: {error}", err=True)
         raise typer.Exit(2) from None
     if as_json:
-        typer.echo(json.dumps({"scripts": [script.record() for script in corrected]}, indent=2))
+        left = [{"text": one.summary, "remedy": one.advice, "code": one.code} for one in elsewhere]
+        scripts = [script.record() for script in corrected]
+        typer.echo(json.dumps({"scripts": scripts, "without_line": left}, indent=2))
     else:
         _print(corrected, apply)
-    if any(script.by_hand for script in corrected):
+        for one in elsewhere:
+            remedy = "".join(f"\n    {line}" for line in (one.code or one.advice).splitlines())
+            typer.echo(f"{one.summary}\n  by hand, because no line of the script is known for it:{remedy}", err=True)
+        if not corrected and not elsewhere:
+            typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
+    if elsewhere or any(script.by_hand for script in corrected):
         raise typer.Exit(_BY_HAND)
 
 
@@ -69,9 +77,7 @@ def _print(corrected: list[Corrected], applied: bool) -> None:
             typer.echo(text, err=True)
     if not applied and any(script.fixed and script.path.is_absolute() for script in corrected):
         typer.echo("castwise fix: for a diff that git applies, run it in the folder of the script", err=True)
-    if not corrected:
-        typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
-    elif any(script.fixed for script in corrected):
+    if any(script.fixed for script in corrected):
         then = "run the script again to try them" if applied else "--apply writes them"
         typer.echo(f"castwise fix: {_edits(corrected)}; {then}", err=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import runpy
 import sys
 import types
@@ -40,6 +41,10 @@ class Program:
             _check_module(name)
             return
         path = Path(name)
+        if arguments and re.fullmatch(r"python[\d.]*(\.exe)?", path.name):
+            rest = arguments[1:] if arguments[0] == "-u" else arguments
+            again = f"castwise run {' '.join(rest)}"
+            raise UserError(f"leave out {path}, because castwise runs the script itself: {again}")
         try:
             if path.is_dir() and (path / "__main__.py").is_file():
                 path = path / "__main__.py"
@@ -47,7 +52,7 @@ class Program:
             self._source = path.read_bytes()
             self._code = compile(self._source, str(self._path), "exec", dont_inherit=True)
         except OSError as error:
-            raise UserError(_unreadable(path, error.strerror, arguments)) from None
+            raise UserError(_unreadable(path, error.strerror)) from None
         except (SyntaxError, ValueError) as error:
             raise UserError(f"{path} is not a Python script: {error}") from None
 
@@ -75,12 +80,9 @@ class Program:
         exec(self._code, main.__dict__)
 
 
-def _unreadable(path: Path, why: str | None, arguments: list[str]) -> str:
+def _unreadable(path: Path, why: str | None) -> str:
     if path.name == "torchrun":
         return "let torchrun start castwise: torchrun [options of torchrun] -m castwise run SCRIPT"
-    if path.name.startswith("python") and arguments and not path.suffix:
-        rest = arguments[1:] if arguments[0] == "-u" else arguments
-        return f"leave out {path}, because castwise runs the script itself: castwise run {' '.join(rest)}"
     return f"cannot read {path}: {why}; give the path of a script, or -m and the name of a module"
 
 

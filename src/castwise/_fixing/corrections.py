@@ -116,6 +116,15 @@ def findings(runs: Sequence[Run]) -> Iterator[Finding]:
             yield Finding(file, int(line), one.source, one.summary, one.advice, one)
 
 
+def without_line(runs: Sequence[Run]) -> list[Diagnosed]:
+    """Return what runs have diagnosed with a remedy and without a line, each once; not scales, which adapt."""
+    known: dict[tuple[str, str, str], Diagnosed] = {}
+    for one in (one for run in runs for one in diagnosed(run.diagnoses)):
+        if one.advice and not one.line and not one.is_due_to_scale:
+            known.setdefault((one.module, one.op, one.advice), one)
+    return list(known.values())
+
+
 def _from_here(path: Path) -> Path:
     try:
         return path.relative_to(os.path.realpath(os.getcwd()))

@@ -132,7 +132,7 @@ class ErrorSums:
 
 
 class EffectSums:
-    """Accumulates the effect of a module: gradients of the loss by its outputs, times the errors in them.
+    """Accumulates the effect of a module: gradients of the loss with respect to its outputs, times the errors in them.
 
     `lacks_gradient` is True if a gradient was not finite where there was an error. The effect is then unknown.
     """

@@ -69,11 +69,12 @@ def compare(
 ) -> Drift:
     """Run batches under policies and under a reference, and return their differences, module by module.
 
-    The *effect* of a module is the root mean square of (gradient of the loss by its outputs x error that it introduces
-    into them). It estimates how its rounding changes the loss. The gradient is the reference's. The *introduced* error
-    is the difference between two runs of the module's own ops, under the policy and in the reference, on the same
-    values: the reference's, rounded to the dtypes in which the policy passes them on. Errors of submodules are not
-    included. The rest of a module's output error under the policy is *carried*: it comes from its inputs.
+    The *effect* of a module is the root mean square of (gradient of the loss with respect to its outputs x error that
+    it introduces into them). It estimates how its rounding changes the loss. The gradient is the reference's. The
+    *introduced* error is the difference between two runs of the module's own ops, under the policy and in the
+    reference, on the same values: the reference's, rounded to the dtypes in which the policy passes them on. Errors of
+    submodules are not included. The rest of a module's output error under the policy is *carried*: it comes from its
+    inputs.
 
     Errors of weight gradients are split in the same way: *introduced* errors come from the module's own ops, forward
     and backward, on the reference's values and output gradients.

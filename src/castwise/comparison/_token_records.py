@@ -160,13 +160,17 @@ def from_sglang(responses: Iterable[Mapping[str, Any]], prompts: Sequence[Sequen
     return records
 
 
-def from_transformers(output: Any, prompt_length: int) -> list[TokenRecord]:
+def from_transformers(
+    output: Any, prompt_length: int, eos_token_id: int | Sequence[int] | None = None
+) -> list[TokenRecord]:
     """Convert what `generate(..., return_dict_in_generate=True, output_logits=True)` of Transformers returns.
 
     Args:
         output: The output, with `sequences` of shape (batch, tokens), and `logits`, a tensor of shape (batch, classes)
             for each generated token. Not for beam search, and not for padded prompts.
         prompt_length: Number of tokens in each prompt.
+        eos_token_id: The token or tokens that end a sequence, as in `generation_config`. The padding after the first of
+            them is left out; None leaves nothing out.
 
     Raises:
         ValueError: The output has no logits, or their number is not that of the generated tokens.
@@ -183,7 +187,12 @@ def from_transformers(output: Any, prompt_length: int) -> list[TokenRecord]:
     log_probs = torch.stack([step.double().log_softmax(-1) for step in logits], 1)
     chosen = log_probs.gather(-1, generated.unsqueeze(-1).to(log_probs.device)).squeeze(-1)
     before: list[float | None] = [None] * prompt_length
-    return [TokenRecord(row.tolist(), before + values.tolist()) for row, values in zip(sequences, chosen, strict=True)]
+    ends = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+    records = []
+    for tokens, values in zip(sequences.tolist(), chosen.tolist(), strict=True):
+        last = next((place for place in range(prompt_length, len(tokens)) if tokens[place] in ends), len(tokens))
+        records.append(TokenRecord(tokens[: last + 1], [*before, *values][: last + 1]))
+    return records
 
 
 def _get(value: Any, name: str) -> Any:

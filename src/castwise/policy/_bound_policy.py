@@ -132,8 +132,8 @@ class BoundPolicy:
             if rule.recipe is not None and (whose := _other_forward(decision.module)):
                 self.unbind()  # undoes what earlier turns of this loop have set
                 raise ValueError(
-                    f"{decision.name!r} has a forward of {whose} as an attribute, which {decision.recipe} would "
-                    "bypass: bind the policy first, or give the module another rule"
+                    f"`forward` of {decision.name!r} is overridden on the instance (by {whose}), and "
+                    f"{decision.recipe} would bypass it: bind the policy first, or give the module another rule"
                 )
             if not isinstance(decision.module, torch.jit.ScriptModule):
                 forward = vars(decision.module).get("forward")
