@@ -58,6 +58,7 @@ DEFINITIONS = {
     },
     "docs/explanation/recipes.md": {"1 x", "128 x"},  # blocks that share a scale
     "docs/howto/replay.md": {"256 MiB"},  # the limit of a capsule
+    "docs/howto/team.md": {"256 MiB"},
     "docs/tutorials/lora.md": {"0.5%", "64 KiB"},  # what a region of a WeightCache compares at most
     # What `make coverage` and a command ask for, and the limit of a test.
     "docs/explanation/testing.md": {"95%", "200 times", "120 s"},

@@ -19,7 +19,7 @@ from castwise.policy._casting import cast_floats
 
 _MOST_OF_FREE = 0.25  # of the memory that is free, for the parts of the other ranks
 _MOST_BYTES = 2**30  # where it is not known how much is free
-_LONGEST_REPLAY = 600.0  # seconds
+_LIMIT = 600.0  # seconds that a rank waits for the others, as in collectives of the training itself
 _FLAGS = 4
 _FSDP = "torch.distributed.fsdp"
 
@@ -54,7 +54,7 @@ class JointReplay:
             flags: At most four.
         """
         self._steps += 1
-        return self._maximum(flags)
+        return self._maximum(*flags)
 
     @contextmanager
     def gathered(self, is_wanted: bool) -> Iterator[bool]:
@@ -74,14 +74,14 @@ class JointReplay:
             with _gathered(self._model):
                 yield True
         finally:
-            self._maximum((), _LONGEST_REPLAY)
+            self._maximum()
 
-    def _maximum(self, flags: tuple[bool, ...], limit: float | None = None) -> tuple[bool, ...]:
+    def _maximum(self, *flags: bool) -> tuple[bool, ...]:
         # Of one size, so that ranks that are not where others are get wrong flags and no error that ends the process.
         numbers = torch.tensor([*flags, *[False] * (_FLAGS - len(flags))], dtype=torch.uint8)
         if self._exchange is not None:
             try:
-                self._exchange.maximum_of_step(self._steps, numbers, limit)
+                self._exchange.maximum_of_step(self._steps, numbers, _LIMIT)
             except NoExchangeError as why:
                 self._exchange = None
                 text = "batches of this model, which is split over ranks, are not replayed any more, nor steps skipped"
