@@ -131,7 +131,7 @@ def test_a_report_needs_no_torch(form: str, tmp_path: Path) -> None:
 
 
 def test_the_test_of_torch_can_fail(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import os\nprint('ran')")
+    (tmp_path / "script.py").write_text("import subprocess\nprint('ran')")
     assert "torch" in modules_loaded_by("run", "--out", str(tmp_path / "out"), str(tmp_path / "script.py"))
 
 

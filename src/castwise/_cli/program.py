@@ -16,10 +16,12 @@ from castwise._user_error import UserError
 
 # Modules that import nothing of the user's and start no processes, and names by which code could.
 _KNOWN = {
-    *("__future__", "argparse", "collections", "dataclasses", "datetime", "functools", "itertools", "json", "math"),
-    *("pathlib", "random", "re", "string", "sys", "time", "typing"),
+    *("__future__", "abc", "argparse", "collections", "contextlib", "csv", "dataclasses", "datetime", "enum"),
+    *("functools", "glob", "hashlib", "io", "itertools", "json", "logging", "math", "os", "pathlib", "random", "re"),
+    *("shutil", "statistics", "string", "sys", "textwrap", "time", "typing"),
 }
-_REACHING = {"__builtins__", "__dict__", "__import__", "__loader__", "__spec__", "modules"}
+# A forked process would print the end of the run a second time.
+_REACHING = {"__builtins__", "__dict__", "__import__", "__loader__", "__spec__", "fork", "forkpty", "modules"}
 _NAMES_REACHING = _REACHING | {"compile", "eval", "exec", "getattr", "globals", "locals", "vars"}
 
 
@@ -111,6 +113,7 @@ def cannot_import_torch(source: bytes, folder: Path) -> bool:
     """
     nodes = list(ast.walk(ast.parse(source)))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
     attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     if names & _NAMES_REACHING or attributes & _REACHING:
         return False
