@@ -40,16 +40,6 @@ WAYS = ("bf16", "fp32", "bf16 compiled", "fp32 compiled", "bf16 under DDP", "bf1
 IN_LOSS = "the loss"
 
 
-class MultiplyGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * TOO_LARGE
-
-
 class Planted:
     """A model, its next batch and its loss, of which one has a fault at a place."""
 
@@ -78,7 +68,7 @@ def masked_row(planted: Planted) -> None:
 
 
 def backward_overflow(planted: Planted) -> None:
-    planted.change(planted.linear(), MultiplyGradient.apply)  # type: ignore[arg-type]
+    planted.change(planted.linear(), lambda y: mixture.with_multiplied_gradient(y, TOO_LARGE))
 
 
 def bad_data(planted: Planted) -> None:

@@ -261,6 +261,24 @@ def test_a_sampled_step_waits_for_nothing_newer_than_two_updates() -> None:
     assert set(counted.waits) <= {"event"}, counted.lines
 
 
+def test_steps_whose_weights_are_kept_wait_for_nothing_newer_than_two_updates() -> None:
+    model = net().to(DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    data = batches(40)
+
+    def train(first: int, last: int) -> None:
+        for batch in data[first:last]:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    with castwise.Monitor(model, optimizer, every=1000, on_nonfinite="diagnose", snapshots=True):
+        train(0, 16)
+        with Counted() as counted:
+            train(16, 40)  # weights are kept before steps 17 and 33
+    assert set(counted.waits) <= {"event"}, counted.lines
+
+
 def test_watching_changes_no_bit() -> None:
     plain, watched = (Training(castwise, "fused", "clip_grad_norm_") for _ in range(2))
     monitor = castwise.Monitor(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
+from tests.monitor.mixture import with_multiplied_gradient
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,18 +53,6 @@ def mean(output: Tensor) -> Tensor:
 
 def of(function: Callable[[Tensor], Tensor], x: Tensor = ONES, loss_fn: Any = mean, scale: float = 1.0) -> Diagnosis:
     return diagnose(Calls(function), loss_fn, x, GradScaler("cpu", init_scale=scale))
-
-
-class Multiplied(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by 1e30."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 1e30
 
 
 # -- what is found ----------------------------------------------------------------------------------------------------
@@ -245,7 +234,7 @@ def test_a_buffer_counts_if_it_reaches_the_loss() -> None:
 @pytest.mark.parametrize("scale", [1.0, 2.0**24])
 def test_gradients_that_overflow_at_any_scale_are_the_modules_fault(scale: float) -> None:
     with castwise.autocast("cpu", dtype=torch.float16):
-        found = of(lambda x: Multiplied.apply(x), scale=scale)  # type: ignore[no-untyped-call]
+        found = of(with_multiplied_gradient, scale=scale)
     assert (found.phase, found.module, found.op, found.remedy) == ("backward", "inner", "aten.mul", "float32")
     assert found.parameter == "first.weight"
     assert "which reaches the gradient of first.weight" in str(found)
@@ -344,7 +333,7 @@ def test_activation_checkpointing(use_reentrant: bool) -> None:
     assert not diagnose(model, mean, ONES)
     found = diagnose(Checkpointed(Calls(lambda x: x / 0)), mean, ONES)
     assert (found.phase, found.module, found.op) == ("forward", "block.inner", "aten.div")
-    bad = Checkpointed(Calls(lambda x: Multiplied.apply(Multiplied.apply(x))))  # type: ignore[no-untyped-call]
+    bad = Checkpointed(Calls(lambda x: with_multiplied_gradient(with_multiplied_gradient(x))))
     found = diagnose(bad, mean, ONES)
     assert (found.phase, found.module, found.op) == ("backward", "block.inner", "aten.mul")
     assert stepped == []

@@ -15,12 +15,13 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 
 def test_two_copies_are_kept_that_are_16_steps_apart() -> None:
     param = nn.Parameter(torch.zeros(3))
+    optimizer = SGD([param], 0.1)
     kept = EarlierWeights()
     buffers = set()
     for step in range(1, 51):
         with torch.no_grad():
             param.fill_(step)
-        kept.keep(step, [param])
+        kept.keep(step, [optimizer])
         earlier, latest = kept.earlier(step), kept.latest(step)
         assert latest is not None
         assert latest.step == (step - 1) // 16 * 16 + 1
@@ -34,7 +35,7 @@ def test_two_copies_are_kept_that_are_16_steps_apart() -> None:
 def test_weights_are_put_back_bit_for_bit_even_after_an_error() -> None:
     param = nn.Parameter(torch.tensor([1.0, -0.0, float("nan")]))
     kept = EarlierWeights()
-    kept.keep(1, [param])
+    kept.keep(1, [SGD([param], 0.1)])
     with torch.no_grad():
         param.copy_(torch.tensor([3.0, 4.0, 0.0]))
     version, memory = param._version, param.data_ptr()
@@ -56,7 +57,7 @@ def test_weights_are_put_back_bit_for_bit_even_after_an_error() -> None:
 def test_the_growth_is_that_of_the_norm_of_all_weights() -> None:
     params = [nn.Parameter(torch.tensor([3.0])), nn.Parameter(torch.tensor([4.0]).bfloat16())]
     kept = EarlierWeights()
-    kept.keep(1, params)
+    kept.keep(1, [SGD([param], 0.1) for param in params])
     with torch.no_grad():
         params[0].fill_(6.0)
         params[1].fill_(8.0)

@@ -85,6 +85,22 @@ class Mixture(nn.Module):
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
+class _MultipliedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def with_multiplied_gradient(x: Tensor, factor: float = 1e30) -> Tensor:
+    """Return `x`, whose gradient is multiplied."""
+    return _MultipliedGradient.apply(x, factor)  # type: ignore[no-any-return, no-untyped-call]  # torch's
+
+
 def linears(model: nn.Module) -> list[str]:
     """Names of the modules that compute in low precision."""
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -16,6 +16,7 @@ from castwise._user_error import UserError
 
 if TYPE_CHECKING:
     from castwise._fixing.corrections import Corrected
+    from castwise.report._diagnosed import Diagnosed
 
 _BY_HAND = 1
 
@@ -53,17 +54,12 @@ def fix(
         scripts = [script.record() for script in corrected]
         typer.echo(json.dumps({"scripts": scripts, "without_line": left}, indent=2))
     else:
-        _print(corrected, apply)
-        for one in elsewhere:
-            remedy = "".join(f"\n    {line}" for line in (one.code or one.advice).splitlines())
-            typer.echo(f"{one.summary}\n  by hand, because no line of the script is known for it:{remedy}", err=True)
-        if not corrected and not elsewhere:
-            typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
+        _print(corrected, elsewhere, apply)
     if elsewhere or any(script.by_hand for script in corrected):
         raise typer.Exit(_BY_HAND)
 
 
-def _print(corrected: list[Corrected], applied: bool) -> None:
+def _print(corrected: list[Corrected], elsewhere: list[Diagnosed], applied: bool) -> None:
     """Print the diff, and to standard error what the edits correct and what is left."""
     for script in [] if applied else corrected:
         typer.echo(script.diff(), nl=False)
@@ -72,14 +68,21 @@ def _print(corrected: list[Corrected], applied: bool) -> None:
             typer.echo(f"{script.path}:{finding.line}: {finding.text}", err=True)
     for script in corrected:
         for finding, why in script.by_hand:
-            remedy = finding.remedy.replace("\n", "\n    ")
-            text = f"{script.path}:{finding.line}: {finding.text}\n  by hand, because {why}:\n    {remedy}"
-            typer.echo(text, err=True)
+            _print_by_hand(f"{script.path}:{finding.line}: {finding.text}", why, finding.remedy)
+    for one in elsewhere:
+        _print_by_hand(one.summary, "no line of the script is known for it", one.code or one.advice)
     if not applied and any(script.fixed and script.path.is_absolute() for script in corrected):
         typer.echo("castwise fix: for a diff that git applies, run it in the folder of the script", err=True)
+    if not corrected and not elsewhere:
+        typer.echo("castwise fix: the run has found nothing to edit in its script", err=True)
     if any(script.fixed for script in corrected):
         then = "run the script again to try them" if applied else "--apply writes them"
         typer.echo(f"castwise fix: {_edits(corrected)}; {then}", err=True)
+
+
+def _print_by_hand(text: str, why: str, remedy: str) -> None:
+    indented = remedy.replace("\n", "\n    ")
+    typer.echo(f"{text}\n  by hand, because {why}:\n    {indented}", err=True)
 
 
 def _edits(corrected: list[Corrected]) -> str:

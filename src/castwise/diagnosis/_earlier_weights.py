@@ -12,6 +12,7 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from castwise.amp._devices import copies_asynchronously
+from castwise.amp._gradients import params_of
 
 EVERY = 16
 
@@ -59,15 +60,16 @@ class EarlierWeights:
     def __init__(self) -> None:
         self._kept: list[WeightsOfStep] = []  # the older one first
 
-    def keep(self, step: int, params: Sequence[torch.Tensor]) -> None:
+    def keep(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Copy weights, if the last copy is 16 steps old.
 
         Args:
-            step: Number of the step that is about to be taken; all optimizers of a model count.
-            params: The parameters that are trained.
+            step: Number of the step that is about to be taken; those of all optimizers of a model count.
+            optimizers: Those whose parameters are copied.
         """
         if self._kept and 0 <= step - self._kept[-1].step < EVERY:
             return
+        params = [param for optimizer in optimizers for param in params_of(optimizer)]
         unused = self._kept.pop(0) if len(self._kept) == 2 else None
         buffers = [] if unused is None else [copy for _, copy in unused.weights]
         local = [_local(param) for param in params]

@@ -108,7 +108,7 @@ def can_be_replayed(model: nn.Module) -> bool:
 
 
 def can_be_gathered(model: nn.Module) -> bool:
-    """Return True if what is split of a model over ranks are parameters, and each by `fully_shard` alone.
+    """Return True if a model is split over ranks, and what is split are parameters, each by `fully_shard` alone.
 
     Not with tensor parallelism, whose ops have collectives of their own, nor with FSDP1 or SyncBatchNorm, nor where
     `register_fsdp_forward_method` has wrapped other methods than `forward`.
@@ -117,7 +117,8 @@ def can_be_gathered(model: nn.Module) -> bool:
     of_units = {id(param) for unit in units for param in unit.parameters()}
     split = [param for param in model.parameters() if is_split(param)]
     return (
-        bool(units)
+        is_split_over_ranks(model)
+        and bool(units)
         and all(id(param) in of_units and _is_sharded_once(param) for param in split)
         and not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         and not any(_is_wrapped_by_fsdp(value) for unit in units for value in vars(unit).values())

@@ -23,7 +23,6 @@ from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_compiled, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
-from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import Cause, StepFacts
 from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
@@ -31,7 +30,6 @@ from castwise.monitor._checked_steps import device_of
 from castwise.monitor._exchange import NoExchangeError
 from castwise.monitor._iterations import Iteration, Iterations
 from castwise.monitor._joint_replay import JointReplay, can_be_gathered, can_be_replayed
-from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
 from castwise.monitor._records import (
@@ -177,7 +175,7 @@ class Monitor:
         self._recording = _recording_of(model, self._steps) if on_nonfinite else None
         self._weights = _earlier_weights() if snapshots else None
         self._is_checked = (on_nonfinite is not None or spikes) and not self._steps.is_scaled
-        self._skips_faults = self._has_lost_weights = False
+        self._skips_faults = self._is_late = self._has_lost_weights = False
         self._guard = Guard()
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
@@ -244,6 +242,9 @@ class Monitor:
         return self
 
     def _start(self) -> None:
+        on_accelerator = any(device_of(optimizer).type != "cpu" for optimizer in self._optimizers)
+        # Whether steps are taken before it is known that a loss or a gradient is not finite.
+        self._is_late = self._is_checked and not self._skips_faults and on_accelerator
         self._joint = self._make_joint()
         self._ranks = self._make_ranks()
         if self._ranks.is_apart:
@@ -295,7 +296,7 @@ class Monitor:
         replays = self._recording is not None and not (self._is_late and self._weights is None)
         if not (replays or (self._is_checked and self._skips_faults)):
             return None
-        if not (is_split_over_ranks(self._model) and can_be_gathered(self._model)):
+        if not can_be_gathered(self._model):
             return None
         try:
             return JointReplay(self._model)
@@ -381,7 +382,7 @@ class Monitor:
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
             if self._weights is not None:
-                self._weights.keep(self._numbers.next, [each for one in self._optimizers for each in params_of(one)])
+                self._weights.keep(self._numbers.next, self._optimizers)
         if iteration.sample is not None:
             iteration.sample.measure_gradients(optimizer, scale)
             iteration.sample.keep_weights(optimizer)
@@ -543,15 +544,6 @@ class Monitor:
                 text = f"step {facts.number} could not be diagnosed: {type(error).__name__}: {error}"
                 warn_or_print(text, RuntimeWarning)
         return self.diagnosis
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether steps are taken before it is known that a loss or a gradient is not finite."""
-        return (
-            self._is_checked
-            and not self._skips_faults
-            and any(device_of(optimizer).type != "cpu" for optimizer in self._optimizers)
-        )
 
     def _replayed_late(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
         """Replay the batch of the first step that was taken with an inf or NaN, with weights from before it."""

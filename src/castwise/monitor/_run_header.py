@@ -43,7 +43,7 @@ def run_record(
 
 
 def _split(model: nn.Module, parameters: Sequence[nn.Parameter]) -> dict[str, str]:
-    if is_split_over_ranks(model) and can_be_gathered(model):
+    if can_be_gathered(model):
         return {"parameters split over ranks": "by fully_shard"}
     is_split = is_split_over_ranks(nn.ParameterList(parameters))
     return {"parameters split over ranks": "in other ways"} if is_split else {}

@@ -43,9 +43,7 @@ def exponent_map(samples: Sequence[SampleRecord], modules: Sequence[str], *, in_
         return None
     lost, over = FP16.smallest_subnormal_exponent - 1, FP16.bias + 1
     lowest, highest = min([lost, *drawn]) - 3, max([over, *drawn]) + 3
-    color = "--danger" if in_fp16 else "--ink-soft"
     choices = {module: {"data": [{"z": _grid(of, lowest, highest)}]} for module, of in shares.items()}
-    ticks = range(_TICK * math.ceil(lowest / _TICK), highest + 1, _TICK)
     return {
         "data": [
             {
@@ -64,25 +62,31 @@ def exponent_map(samples: Sequence[SampleRecord], modules: Sequence[str], *, in_
                 **choices[ALL_MODULES]["data"][0],
             }
         ],
-        "layout": {
-            "xaxis": {"type": "category", "title": {"text": "sampled step"}, "nticks": 8, "showgrid": False},
-            "yaxis": {
-                "range": [lowest, highest],
-                "tickvals": list(ticks),
-                "ticktext": [power_label(tick) for tick in ticks],
-                "zeroline": False,
-            },
-            "shapes": [_limit(edge, color) for edge in (lost, over)],
-            "annotations": [
-                _label("lost in fp16", lost, "top", color),
-                _label("overflow in fp16", over, "bottom", color),
-            ],
-            "hovermode": "closest",
-        },
+        "layout": _layout(lowest, highest, (lost, over), "--danger" if in_fp16 else "--ink-soft"),
         "choices": choices,
         "keys": ["module"],
         "missing": f"Over the steps, only the {len(shares) - 1} modules most at risk are drawn.",
         "height": 360,
+    }
+
+
+def _layout(lowest: int, highest: int, limits: tuple[int, int], color: str) -> dict[str, Any]:
+    ticks = range(_TICK * math.ceil(lowest / _TICK), highest + 1, _TICK)
+    lost, over = limits
+    return {
+        "xaxis": {"type": "category", "title": {"text": "sampled step"}, "nticks": 8, "showgrid": False},
+        "yaxis": {
+            "range": [lowest, highest],
+            "tickvals": list(ticks),
+            "ticktext": [power_label(tick) for tick in ticks],
+            "zeroline": False,
+        },
+        "shapes": [_limit(edge, color) for edge in limits],
+        "annotations": [
+            _label("lost in fp16", lost, "top", color),
+            _label("overflow in fp16", over, "bottom", color),
+        ],
+        "hovermode": "closest",
     }
 
 
