@@ -63,7 +63,7 @@ DEFINITIONS = {
     # What `make coverage` and a command ask for, and the limit of a test.
     "docs/explanation/testing.md": {"95%", "200 times", "120 s"},
     "docs/explanation/master-weights.md": {"0.1%", "a second"},  # 1 - beta2; moment
-    "docs/tutorials/less-memory.md": {"4 MiB", "64 MiB"},  # sizes of a bucket of MasterWeights
+    "docs/tutorials/less-memory.md": {"4 MiB"},  # the size of a bucket of MasterWeights
     "docs/tutorials/mixed-precision.md": {"five minutes"},  # to read it
     # A model on paper: alphas are assumed, and times follow from the formula, as do shares of a step of 1 s or 10 ms.
     "docs/explanation/ranks.md": {
