@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pandas
 import pytest
 import torch
@@ -142,6 +144,33 @@ def test_files_frames_and_lists_are_the_same(model: Experts, tmp_path: Path) -> 
     assert read_records(pandas.DataFrame(flat)) == read_records(records)
 
 
+def test_frames_have_likeliest_tokens_and_experts_as_they_come_out_of_files() -> None:
+    """Mappings, pairs as of a map column, mappings with None as of a struct column, and nothing."""
+    row = {"sequence": "a", "token": 3, "log_prob": None, "top": None, "experts": {"gate": numpy.array([1, 0])}}
+    rows = [
+        row,
+        row | {"token": 1, "log_prob": -1.0, "top": {"1": -1.0, "7": None}},
+        row | {"token": 4, "log_prob": -2.0, "top": [(2, -0.5), (4, -2.0)], "experts": [("gate", [0, 3])]},
+        row | {"token": 1, "log_prob": -3.0, "top": math.nan, "experts": math.nan},
+    ]
+    (record,) = read_records(pandas.DataFrame(rows))
+    assert record.top == ({}, {1: -1.0}, {2: -0.5, 4: -2.0}, {})
+    assert record.experts == {"gate": [[1, 0], [1, 0], [0, 3], []]}
+    with pytest.raises(ValueError, match=r"sequence 'b' of the data frame: the first token has no tokens before it"):
+        read_records(pandas.DataFrame([{"sequence": "b", "token": 1, "log_prob": -1.0}]))
+
+
+def test_arrays_and_tensors_are_lists() -> None:
+    expected = TokenRecord([3, 1, 4], [None, -1.5, -0.5], experts={"gate": [[0, 1], [2, 1], [1, 3]]})
+    tokens, values = numpy.array([3, 1, 4], numpy.int32), numpy.array([math.nan, -1.5, -0.5], numpy.float32)
+    experts = numpy.array([[0, 1], [2, 1], [1, 3]], numpy.int16)
+    for convert in (numpy.asarray, torch.tensor):
+        row = {"tokens": convert(tokens), "log_probs": convert(values), "experts": {"gate": convert(experts)}}
+        assert read_records([row]) == [expected]
+        scalars = {"tokens": list(row["tokens"]), "log_probs": [None, *row["log_probs"][1:]]}
+        assert read_records([scalars]) == [TokenRecord([3, 1, 4], [None, -1.5, -0.5])]
+
+
 def read_log_probs(records: list[dict[str, Any]]) -> list[list[float | None]]:
     return [record["log_probs"] for record in records]
 
@@ -150,8 +179,10 @@ def test_outputs_of_vllm_objects_and_json() -> None:
     """The documented form: `LLM.generate`'s RequestOutput, whose log-probabilities are objects by token id."""
 
     def at(**values: float) -> dict[int, Any]:
+        ranks = {value: rank for rank, value in enumerate(sorted(values.values(), reverse=True), 1)}
         return {
-            int(name[1:]): SimpleNamespace(logprob=value, rank=1, decoded_token="x") for name, value in values.items()
+            int(name[1:]): SimpleNamespace(logprob=value, rank=ranks[value], decoded_token="x")
+            for name, value in values.items()
         }
 
     completion = SimpleNamespace(token_ids=[7, 9], logprobs=[at(_7=-0.5, _2=-1.5), at(_9=-2.0, _4=-0.25)])
@@ -171,12 +202,72 @@ def test_outputs_of_vllm_objects_and_json() -> None:
         from_vllm([as_json | {"outputs": [{"token_ids": [7], "logprobs": None}]}])
 
 
+def test_without_the_likeliest_token_vllm_recorded_none() -> None:
+    """With `logprobs=0`, there is only the sampled token and its rank."""
+    at = [{7: SimpleNamespace(logprob=-0.5, rank=1)}, {9: SimpleNamespace(logprob=-2.0, rank=4)}]
+    (record,) = from_vllm(
+        [{"prompt_token_ids": [1], "outputs": [SimpleNamespace(token_ids=numpy.array([7, 9]), logprobs=at)]}]
+    )
+    assert record.log_probs == [None, -0.5, -2.0]
+    assert record.top == [{}, {7: -0.5}, {}]
+
+
+EXPERTS = numpy.arange(4 * 3 * 2).reshape(4, 3, 2) % 4  # of 4 tokens, 3 layers and 2 experts per token
+
+
+@pytest.mark.parametrize(
+    ("of_prompt", "of_completion", "known"),
+    [
+        (None, EXPERTS[:3], [0, 1, 2]),  # the whole sequence without its last token
+        (EXPERTS[:2].tolist(), EXPERTS[2:].tolist(), [0, 1, 2, 3]),
+        (EXPERTS[:2], EXPERTS[2:3], [0, 1, 2]),
+        (None, EXPERTS[2:], [2, 3]),  # what was generated
+        (numpy.where(numpy.arange(2)[:, None, None] == 0, -1, EXPERTS[:2]), EXPERTS[2:], [1, 2, 3]),  # one was cached
+    ],
+)
+def test_experts_of_vllm(of_prompt: Any, of_completion: Any, known: list[int]) -> None:
+    output = {
+        "prompt_token_ids": [1, 2],
+        "prompt_routed_experts": of_prompt,
+        "outputs": [{"token_ids": [3, 4], "logprobs": [{3: -1.0}, {4: -1.0}], "routed_experts": of_completion}],
+    }
+    (record,) = from_vllm([output], routers=[None, "gate", "other"])
+    for layer, name in ((1, "gate"), (2, "other")):
+        assert record.experts[name] == [EXPERTS[at, layer].tolist() if at in known else [] for at in range(4)]
+    with pytest.raises(ValueError, match="experts are those of 3 layers, but routers names 1"):
+        from_vllm([output], routers=["gate"])
+    with pytest.warns(UserWarning, match=r"left out: name the model's routers with routers=\[\.\.\.\]"):
+        assert from_vllm([output])[0].experts == {}
+
+
 def test_responses_of_sglang() -> None:
     response = {"text": "a b", "meta_info": {"output_token_logprobs": [[-0.5, 7, None], [-2.0, 9, "b"]]}}
     (record,) = from_sglang([response], [[1, 2]])
-    assert (record.tokens, record.log_probs) == ([1, 2, 7, 9], [None, None, -0.5, -2.0])
+    assert (record.tokens, record.log_probs, record.top) == ([1, 2, 7, 9], [None, None, -0.5, -2.0], ())
     with pytest.raises(ValueError, match="return_logprob=True"):
         from_sglang([{"text": "a b", "meta_info": {}}], [[1]])
+
+
+def test_responses_of_sglang_with_all_that_can_be_requested() -> None:
+    """`logprob_start_len=1`, `top_logprobs_num=2` and `return_routed_experts=True`."""
+    meta = {
+        "input_token_logprobs": [[None, 2, None], [-1.0, 5, None]],
+        "input_top_logprobs": [None, [[-0.25, 8, None], [-1.0, 5, None]]],
+        "output_token_logprobs": [[-0.5, 7, None]],
+        "output_top_logprobs": [[[-0.5, 7, None], [-1.5, 3, None]]],
+        "routed_experts": base64.b64encode(EXPERTS[:3].astype(numpy.int32).tobytes()).decode(),
+    }
+    (record,) = from_sglang([{"meta_info": meta}], [torch.tensor([1, 2, 5])], routers=["gate", None, "other"])
+    assert (record.tokens, record.log_probs) == ([1, 2, 5, 7], [None, None, -1.0, -0.5])
+    assert record.top == [{}, {}, {8: -0.25, 5: -1.0}, {7: -0.5, 3: -1.5}]
+    assert record.experts == {
+        "gate": [*EXPERTS[:3, 0].tolist(), []],
+        "other": [*EXPERTS[:3, 2].tolist(), []],
+    }
+    with pytest.raises(ValueError, match=r"has 18 numbers, .* not a multiple of 3 tokens by 4 routers"):
+        from_sglang([{"meta_info": meta}], [[1, 2, 5]], routers=["a", "b", "c", "d"])
+    with pytest.raises(ValueError, match="the last tokens of the prompt"):
+        from_sglang([{"meta_info": meta}], [[1, 2, 6]])
 
 
 def test_outputs_of_transformers(model: Experts) -> None:

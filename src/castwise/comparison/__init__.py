@@ -7,11 +7,12 @@ from castwise._faces import face
 if TYPE_CHECKING:
     from castwise.comparison._callables import ModuleAlone
     from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift, Summary
+    from castwise.comparison._engine_records import from_sglang, from_transformers, from_vllm
     from castwise.comparison._errors import Errors
     from castwise.comparison._log_probs import LogProbDrift
     from castwise.comparison._precision_drift import compare
     from castwise.comparison._recorded_log_probs import PrecisionShare, RecordedDrift, TokenDrift, compare_log_probs
-    from castwise.comparison._token_records import TokenRecord, from_sglang, from_transformers, from_vllm
+    from castwise.comparison._token_records import TokenRecord
 else:
     __getattr__, __dir__ = face(
         __name__,
@@ -29,9 +30,9 @@ else:
             "TokenRecord": "_token_records",
             "compare": "_precision_drift",
             "compare_log_probs": "_recorded_log_probs",
-            "from_sglang": "_token_records",
-            "from_transformers": "_token_records",
-            "from_vllm": "_token_records",
+            "from_sglang": "_engine_records",
+            "from_transformers": "_engine_records",
+            "from_vllm": "_engine_records",
         },
     )
 
