@@ -6,11 +6,12 @@ import ast
 import bisect
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+LOOPS = ast.For | ast.AsyncFor
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
@@ -126,6 +127,14 @@ class ScriptSource:
         """Return the function that a node is in, or the script."""
         return next((each for each in self.around(node) if isinstance(each, Function)), self.tree)
 
+    def outermost_of_loops(self, statement: ast.stmt) -> ast.stmt:
+        """Return a statement, or the outermost of the loops around it that do not compute gradients or step."""
+        for around in self.around(statement):
+            if not isinstance(around, LOOPS) or has_backward([around]) or _steps(around):
+                break
+            statement = around
+        return statement
+
     # -- names --------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -139,9 +148,15 @@ class ScriptSource:
     @cached_property
     def method_calls(self) -> list[MethodCall]:
         """The calls of methods of names and of their attributes."""
+        attributes = ((call, call.node.func) for call in self.any_calls)
+        return [call for call, func in attributes if isinstance(func, ast.Attribute) and _is_name(func.value)]
+
+    @cached_property
+    def any_calls(self) -> list[MethodCall]:
+        """The calls of methods of anything, such as `(a + b).backward()`."""
         calls = (node for node in ast.walk(self.tree) if isinstance(node, ast.Call))
         methods = ((node, node.func) for node in calls if isinstance(node.func, ast.Attribute))
-        return [MethodCall(ast.unparse(func.value), func.attr, node) for node, func in methods if _is_name(func.value)]
+        return [MethodCall(ast.unparse(func.value), func.attr, node) for node, func in methods]
 
     def calls_beside(self, node: ast.AST) -> list[MethodCall]:
         """Return the calls of methods in the function of a node."""
@@ -178,6 +193,43 @@ class ScriptSource:
         """Return True for the `scaler.scale(loss)` of `scaler.scale(loss).backward()`."""
         outer = self._parents.get(call.node)
         return call.method == "scale" and isinstance(outer, ast.Attribute) and outer.attr == "backward"
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the last part of the name of what is called; "" if it has none."""
+    return ast.unparse(call.func).rpartition(".")[2] if isinstance(call.func, ast.Attribute | ast.Name) else ""
+
+
+def has_backward(statements: Iterable[ast.AST]) -> bool:
+    """Return True if some code calls a backward, or names one."""
+    nodes = (node for each in statements for node in ast.walk(each))
+    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
+
+
+def is_region(item: ast.withitem) -> bool:
+    """Return True for an autocast region, enabled or not."""
+    return isinstance(item.context_expr, ast.Call) and called_name(item.context_expr) == "autocast"
+
+
+def is_enabled_region(item: ast.withitem) -> bool:
+    """Return True for an autocast region that is not given `enabled=False`."""
+    call = item.context_expr
+    disabled = (
+        [ast.unparse(each.value) for each in call.keywords if each.arg == "enabled"]
+        if isinstance(call, ast.Call)
+        else []
+    )
+    return is_region(item) and disabled != ["False"]
+
+
+def enabled_regions(tree: ast.AST) -> Iterator[ast.withitem]:
+    """Yield the autocast regions of some code that are not given `enabled=False`."""
+    blocks = (node for node in ast.walk(tree) if isinstance(node, ast.With))
+    return (item for block in blocks for item in block.items if is_enabled_region(item))
+
+
+def _steps(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.Attribute) and each.attr == "step" for each in ast.walk(node))
 
 
 def _is_name(expression: ast.expr) -> bool:

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from castwise._fixing.edits import Change, after, before, indent_of, indented, instead, outdented
-from castwise._script_source import MethodCall, ScriptSource
+from castwise._script_source import (
+    LOOPS,
+    MethodCall,
+    ScriptSource,
+    called_name,
+    enabled_regions,
+    has_backward,
+    is_enabled_region,
+    is_region,
+)
 
 Fix = tuple[Change, ...] | str
 """The changes, none if an earlier fix corrects this too; or why it has to be done by hand."""
@@ -22,7 +31,6 @@ _UNKNOWN_NAMES = "its function has no one scaler and optimizer that can be named
 _OTHER_OPTIMIZERS = "the script has several optimizers"
 _NOT_ONE_STATEMENT = "the line is not a statement of that kind"
 _ON_A_BRANCH = "the loss is scaled, or the step taken, only on some ways through the code there"
-_LOOPS = ast.For | ast.AsyncFor
 _EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
 _HIDDEN = ast.Yield | ast.YieldFrom | ast.Await | ast.Lambda
 # What may follow a backward without autocast as well as inside it.
@@ -51,7 +59,7 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _UNKNOWN_NAMES
     if len(source.optimizers) > 1:
         return _OTHER_OPTIMIZERS
-    outermost = _outermost_of_loops(source, statement)
+    outermost = source.outermost_of_loops(statement)
     block = source.block(outermost)
     place = block.index(outermost)
     step, update = (
@@ -62,20 +70,11 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
         return ()  # by the fix of an earlier line
     if any(call.method == "unscale_" for call in source.method_calls):
         return f"{scaler}.unscale_ is called elsewhere: it has to come before this line, once for each step"
-    if step is None or update is None or _has_backward(block[place : block.index(step)]) or _hides(statement):
+    if step is None or update is None or has_backward(block[place : block.index(step)]) or _hides(statement):
         return f"{scaler}.step({optimizer}) and {scaler}.update() do not follow it in the same block"
     if any(isinstance(node, _EXITS) for each in block[place : block.index(update)] for node in ast.walk(each)):
         return f"{scaler}.update() is not reached on each way from there"
     return (before(source, outermost, f"{scaler}.unscale_({optimizer})"),)
-
-
-def _outermost_of_loops(source: ScriptSource, statement: ast.stmt) -> ast.stmt:
-    """Return a statement, or the outermost of the loops around it that do not compute gradients or step."""
-    for around in source.around(statement):
-        if not isinstance(around, _LOOPS) or _has_backward([around]) or _steps(around):
-            break
-        statement = around
-    return statement
 
 
 def _step_with_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
@@ -110,7 +109,7 @@ def _scale_loss(source: ScriptSource, statement: ast.stmt) -> Fix:
 
 
 def _validate_in_region(source: ScriptSource, statement: ast.stmt) -> Fix:
-    regions = {source.text_of(item.context_expr): item for item in _enabled_regions(source)}
+    regions = {source.text_of(item.context_expr): item for item in enabled_regions(source.tree)}
     if len(regions) != 1:
         return f"the script has {len(regions) or 'no'} different autocast regions to take the arguments from"
     [(text, region)] = regions.items()
@@ -136,14 +135,14 @@ def _means_the_same(source: ScriptSource, region: ast.withitem, statement: ast.s
 
 def _backward_after_region(source: ScriptSource, statement: ast.stmt) -> Fix:
     region, *outer = source.around(statement)
-    if not isinstance(region, ast.With) or len(region.items) != 1 or not any(map(_is_enabled_region, region.items)):
+    if not isinstance(region, ast.With) or len(region.items) != 1 or not any(map(is_enabled_region, region.items)):
         return "the backward is not directly in the block of a region alone"
-    if any(isinstance(each, ast.With) and any(map(_is_region, each.items)) for each in outer):
+    if any(isinstance(each, ast.With) and any(map(is_region, each.items)) for each in outer):
         return "there is a region around the region"
     block = region.body
     first = block.index(statement)
     moved = block[first:]
-    called = {_name_of(node) for each in moved for node in ast.walk(each) if isinstance(node, ast.Call)}
+    called = {called_name(node) for each in moved for node in ast.walk(each) if isinstance(node, ast.Call)}
     if not first or not called <= _AFTER_A_BACKWARD or any(map(_hides, moved)):
         return "what follows the backward in the region may have to stay in it"
     changes = outdented(source, moved, region.col_offset)
@@ -152,7 +151,7 @@ def _backward_after_region(source: ScriptSource, statement: ast.stmt) -> Fix:
 
 def _disable_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
     calls = [node for node in ast.walk(statement) if isinstance(node, ast.Call)]
-    made = [call for call in calls if _name_of(call) == "GradScaler"]
+    made = [call for call in calls if called_name(call) == "GradScaler"]
     if len(made) != 1:
         return _NOT_ONE_STATEMENT
     [call] = made
@@ -195,7 +194,7 @@ def _zero_before_backward(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _OTHER_OPTIMIZERS
     block = source.block(statement)
     earlier = block[: block.index(statement)]
-    first = next((each for each in earlier if _has_backward([each])), None)
+    first = next((each for each in earlier if has_backward([each])), None)
     if not isinstance(first, ast.Expr):
         return "the backward is not before it in the same block"
     return (before(source, first, f"{optimizer}.zero_grad()"),)
@@ -243,7 +242,7 @@ def _stepped_alone(source: ScriptSource, statement: ast.stmt) -> MethodCall | No
     if not isinstance(statement, ast.Expr):
         return None
     found = [call for call in source.method_calls if call.node is statement.value and call.method == "step"]
-    loops = [each for each in source.around(statement) if isinstance(each, _LOOPS)]
+    loops = [each for each in source.around(statement) if isinstance(each, LOOPS)]
     variables = {node.id for loop in loops for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
     return found[0] if found and not used & variables else None
@@ -258,15 +257,6 @@ def _shares_block_with(source: ScriptSource, statement: ast.stmt, scaler: str, m
     return any(id(each) in direct for block in blocks for each in block)
 
 
-def _has_backward(statements: Iterable[ast.AST]) -> bool:
-    nodes = (node for each in statements for node in ast.walk(each))
-    return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
-
-
-def _steps(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Attribute) and each.attr == "step" for each in ast.walk(node))
-
-
 def _has_call(nodes: Iterable[ast.AST]) -> bool:
     return any(isinstance(each, ast.Call) for node in nodes for each in ast.walk(node))
 
@@ -276,31 +266,8 @@ def _hides(statement: ast.stmt) -> bool:
     return any(isinstance(node, _HIDDEN) for node in ast.walk(statement))
 
 
-def _name_of(call: ast.Call) -> str:
-    return ast.unparse(call.func).rpartition(".")[2] if isinstance(call.func, ast.Attribute | ast.Name) else ""
-
-
 def _free_name(source: ScriptSource, name: str) -> str:
     number = 0
     while f"{name}{number or ''}" in source.identifiers:
         number += 1
     return f"{name}{number or ''}"
-
-
-def _is_region(item: ast.withitem) -> bool:
-    return isinstance(item.context_expr, ast.Call) and _name_of(item.context_expr) == "autocast"
-
-
-def _is_enabled_region(item: ast.withitem) -> bool:
-    call = item.context_expr
-    disabled = (
-        [ast.unparse(each.value) for each in call.keywords if each.arg == "enabled"]
-        if isinstance(call, ast.Call)
-        else []
-    )
-    return _is_region(item) and disabled != ["False"]
-
-
-def _enabled_regions(source: ScriptSource) -> Iterator[ast.withitem]:
-    blocks = (node for node in ast.walk(source.tree) if isinstance(node, ast.With))
-    return (item for block in blocks for item in block.items if _is_enabled_region(item))

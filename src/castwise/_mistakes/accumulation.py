@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from castwise._mistakes.corrected_code import unscaled_before_step, updated_after_step
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise.amp._gradients import params_of
@@ -79,22 +80,20 @@ class Accumulation(Finder):
         self._scaled.clear()
 
     def _report_unscaled(self, place: Place | None) -> None:
-        source = place.source if place else "scaler.unscale_(optimizer)"
         self.watch.report(
             "unscaled-inside-accumulation",
             "gradients are unscaled here, and a later backward adds scaled gradients to them before the step: the sum "
             "mixes two scales",
-            f"if (i + 1) % accumulation_steps == 0:\n    {source}\n    scaler.step(optimizer)\n    scaler.update()",
+            unscaled_before_step,
             place,
         )
 
     def _report_updated(self, place: Place | None) -> None:
-        source = place.source if place else "scaler.update()"
         self.watch.report(
             "updated-inside-accumulation",
             "the scale is updated here while gradients are still being accumulated: they become sums of gradients at "
             "different scales",
-            f"if (i + 1) % accumulation_steps == 0:\n    scaler.step(optimizer)\n    {source}",
+            updated_after_step,
             place,
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from castwise._guard import guarded
+from castwise._mistakes.corrected_code import after_region, scaled
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise._mistakes.scaled_gradients import is_one
@@ -76,8 +77,7 @@ class Backwards(Finder):
             "backward-inside-autocast",
             "this backward runs inside an autocast region, which casts some of its ops differently: a backward should "
             "run after the region, in the dtypes of the forward",
-            "leave the region first:\n"
-            f"with torch.autocast(...):\n    loss = ...\n{place.source if place else 'loss.backward()'}",
+            after_region,
             place,
         )
 
@@ -93,11 +93,10 @@ class Backwards(Finder):
         source = places[0].source if places[0] is not None else "loss.backward()"
         if not re.search(r"\.backward\((\s*\)|\s*(retain_graph|create_graph|inputs)\s*=)", source):
             return  # backward(gradient) may start from a scaled gradient
-        loss, dot, rest = source.partition(".backward(")
         self.watch.report(
             "loss-not-scaled",
             "this loss is not scaled, but the step divides its gradients by the scale: the loss has almost no effect",
-            f"scaler.scale({loss}){dot}{rest}",
+            scaled,
             places[0],
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from castwise._guard import guarded
+from castwise._mistakes.corrected_code import saved_with_scaler
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 
@@ -67,6 +68,6 @@ class Checkpoints(Finder):
                 "scaler-not-saved",
                 "the optimizer's state is saved here without the scaler's: a run resumed from it starts from the "
                 "initial scale and skips steps until the scale fits again",
-                f'{place.source}\n"scaler": scaler.state_dict(),  # into the same checkpoint',
+                saved_with_scaler,
                 place,
             )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from castwise._mistakes.corrected_code import cast_before_compiling
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place
 from castwise._torch_private import backwards_have_state_around, lines_traced
@@ -41,6 +42,6 @@ class CompiledRegions(Finder):
             "this region disables autocast inside a compiled function that is called in an enabled region: its forward "
             "runs in fp32, but its backward runs in low precision, where gradients may overflow that eager code keeps "
             "in fp32 (pytorch#179804)",
-            'torch._functorch.config.backward_pass_autocast = "off"  # before the function is compiled',
+            cast_before_compiling,
             Place(file, line),
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from castwise._mistakes.corrected_code import loss_in_region
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import caller
 from castwise._torch_private import graph_nodes_made, number_of_node
@@ -43,7 +44,7 @@ class Losses(Finder):
             "loss-outside-autocast",
             f"this loss is computed in {str(loss.dtype).removeprefix('torch.')} outside the autocast region, which "
             "would compute it in fp32: it loses digits and may overflow",
-            "with torch.autocast(...):\n    output = model(input)\n    loss = loss_fn(output, target)",
+            loss_in_region,
             caller(),
         )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from castwise._mistakes.corrected_code import with_master_weights
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import caller
 from castwise.amp._devices import is_capturing
@@ -65,7 +67,7 @@ class LowWeights(Finder):
             f"{name} steps {_short(dtype)} weights here, and {100 * float(lost / tried):.0f}% of the updates of step "
             f"{self._steps[optimizer]} were lost: they are too small for {_short(dtype)}, so the weights did not "
             "change",
-            f"optimizer = castwise.MasterWeights(optimizer, model, dtype={dtype})  # once, before the loop",
+            partial(with_master_weights, dtype=dtype),
             caller(),
         )
 
@@ -90,14 +92,12 @@ class LowWeights(Finder):
         self._before = []
 
     def _report_narrowed(self, name: object, dtype: torch.dtype | None) -> None:
-        place = caller()
-        source = place.source if place is not None else "optimizer.load_state_dict(checkpoint)"
         self.watch.report(
             "state-narrowed",
             f"the checkpoint has {name!r} in fp32, and load_state_dict casts it to {_short(dtype)}, the dtype of the "
             "weights: training resumes with less precise state",
-            f"optimizer = castwise.MasterWeights(optimizer, model, dtype={dtype})  # keeps state in fp32\n{source}",
-            place,
+            partial(with_master_weights, dtype=dtype),
+            caller(),
         )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from castwise._mistakes.corrected_code import in_fp32, scaled_training
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise._torch_private import graph_nodes_made
@@ -21,6 +23,7 @@ class Regions(Finder):
         self._entered: list[tuple[Place | None, int]] = []
         self._in_fp16: Place | None = None
         self._in_any: Place | None = None
+        self._device = "cuda"
 
     def entered(self, region: Any) -> None:
         """Record the calling line and the number of graph nodes."""
@@ -33,7 +36,7 @@ class Regions(Finder):
         if place is not None and graph_nodes_made() > nodes:
             self._in_any = place
             if region.fast_dtype is torch.float16:
-                self._in_fp16 = place
+                self._in_fp16, self._device = place, region.device
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Report mistakes in a step that follows such a region."""
@@ -46,9 +49,7 @@ class Regions(Finder):
             self.watch.report(
                 "fp16-without-scaler",
                 "this region computes in fp16, and no GradScaler scales the loss: gradients below 2**-24 become zero",
-                "scaler = torch.amp.GradScaler(device.type)  # once, before the loop\n"
-                "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()\n"
-                "# or dtype=torch.bfloat16, which needs no scaler",
+                partial(scaled_training, device=self._device),
                 self._in_fp16,
             )
         self._look_for_half(optimizer, trained)
@@ -68,7 +69,7 @@ class Regions(Finder):
                 "half-with-autocast",
                 "weights of the model are fp16, as after model.half(), and autocast is enabled: autocast expects fp32 "
                 "weights. fp16 weights lose small updates, and their gradients cannot be unscaled",
-                "model.float()  # instead of model.half(): autocast casts the inputs of each op",
+                in_fp32,
                 self._in_any,
             )
 

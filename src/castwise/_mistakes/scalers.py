@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from castwise._mistakes.corrected_code import disabled_scaler, made_once, scaler_for
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise.amp._schedules import Guard, Static
@@ -33,7 +35,7 @@ class Scalers(Finder):
             self.watch.report(
                 "scaler-without-cuda",
                 'this GradScaler is for "cuda" and there is no CUDA, so it has disabled itself: losses are not scaled',
-                "GradScaler(device.type)  # the device of the model, here 'cpu'",
+                partial(scaler_for, device="cpu"),
                 place,
             )
 
@@ -57,7 +59,7 @@ class Scalers(Finder):
                 "scaler-rebuilt",
                 "this GradScaler replaces another one during training: the scale is reset, and the first steps with "
                 "the new scaler may be skipped again",
-                "create the scaler once, before the loop over epochs",
+                made_once,
                 self._made.get(scaler) or caller(),
             )
 
@@ -73,7 +75,6 @@ class Scalers(Finder):
                 "scaler-for-bf16",
                 "this GradScaler scales for bf16, which has the range of fp32: scaling does not help bf16 gradients, "
                 "and costs a pass over all of them",
-                "GradScaler(device, enabled=dtype is torch.float16)\n"
-                "# or castwise.GradScaler(device, schedule=castwise.schedules.Guard()), to skip non-finite steps only",
+                disabled_scaler,
                 self._made.get(scaler) or caller(),
             )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from castwise._mistakes.corrected_code import scaled_once
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import caller
 from castwise._torch_private import number_of_node
@@ -33,7 +34,7 @@ class Scalings(Finder):
                 "scaled-twice",
                 "this loss is already scaled, but the step divides its gradients by the scale only once: they stay too "
                 "large by the factor of the scale",
-                "scale each loss once, where backward is called: scaler.scale(loss).backward()",
+                scaled_once,
                 place,
             )
         if scaled.grad_fn is not None:

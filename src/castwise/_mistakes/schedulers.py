@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from castwise._mistakes.corrected_code import advanced_after_taken_step
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise._torch_private import version
@@ -67,9 +68,7 @@ class Schedulers(Finder):
         self.watch.report(
             "schedule-advanced-on-skip",
             "a step was skipped, and the learning-rate schedule advanced anyway: it runs ahead of the optimizer",
-            "scale = scaler.get_scale()\nscaler.update()\n"
-            "if scaler.get_scale() >= scale:\n    scheduler.step()\n"
-            "# or castwise's scaler.step_scheduler(scheduler)",
+            advanced_after_taken_step,
             place,
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from castwise._mistakes.corrected_code import clipped_after_unscaling, stepped_by_scaler, unscaled_before
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import Place, caller
 from castwise._mistakes.scaled_gradients import Window, is_one
@@ -71,7 +72,7 @@ class Unscaling(Finder):
             self.watch.report(
                 "stepped-while-scaled",
                 "this step uses gradients that are still multiplied by the scale",
-                "scaler.step(optimizer)\nscaler.update()",
+                stepped_by_scaler,
                 caller(),
             )
         self._forget(optimizer)
@@ -92,7 +93,7 @@ class Unscaling(Finder):
             "stepped-without-scaler",
             "the scaler unscaled these gradients, but the optimizer steps without it: a step with an inf or NaN is not "
             "skipped, and the weights become inf or NaN",
-            "scaler.step(optimizer)  # skips such a step\nscaler.update()",
+            stepped_by_scaler,
             stepped,
         )
 
@@ -107,8 +108,7 @@ class Unscaling(Finder):
                 "clipped-while-scaled",
                 "gradients are clipped here while they are still multiplied by the scale: the bound is too small by "
                 "that factor",
-                f"scaler.unscale_(optimizer)\n{clipped.source}\n"
-                "# or castwise's scaler.clip_grad_norm_(optimizer, max_norm), which reads them once",
+                clipped_after_unscaling,
                 clipped,
             )
         self._report_measured(measured)
@@ -120,7 +120,7 @@ class Unscaling(Finder):
                 "measured-while-scaled",
                 "gradients are read here while they are still multiplied by the scale: logged values are too large by "
                 "that factor",
-                f"scaler.unscale_(optimizer)\n{measured.source}",
+                unscaled_before,
                 measured,
             )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from castwise._mistakes.corrected_code import in_region
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import caller, passes_through
 from castwise._torch_private import is_compiled, is_jit_tracing, tree_leaves, wraps_compiled
@@ -30,6 +32,7 @@ class Validation(Finder):
         self._models: WeakSet[nn.Module] = WeakSet()
         self._regions = threading.local()
         self._trains_in_autocast = False
+        self._dtype: torch.dtype | None = None
 
     def model_found(self, model: nn.Module) -> None:
         """Hook the model's forward."""
@@ -55,15 +58,15 @@ class Validation(Finder):
             return
         is_cast, is_in_region = torch.is_autocast_enabled(device), getattr(self._regions, "depth", 0) > 0
         if model.training:
-            self._trains_in_autocast = self._trains_in_autocast or is_cast
+            if is_cast:
+                self._trains_in_autocast, self._dtype = True, torch.get_autocast_dtype(device)
         elif self._trains_in_autocast and not (is_cast or is_in_region or passes_through(*_EXPORTS)):
             place = caller()
-            source = place.source if place else "model(input)"
             self.watch.report(
                 "validation-outside-autocast",
                 "the model trains inside autocast and is evaluated outside it here: this is slower, and its results "
                 "differ from those in training",
-                f"with torch.autocast(device.type, dtype=...):\n    {source}",
+                partial(in_region, region=f'torch.autocast("{device}", dtype={self._dtype})'),
                 place,
             )
 

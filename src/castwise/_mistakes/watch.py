@@ -27,6 +27,7 @@ from castwise._mistakes.regions import Regions
 from castwise._mistakes.scalers import Scalers
 from castwise._mistakes.scalings import Scalings
 from castwise._mistakes.schedulers import Schedulers
+from castwise._mistakes.script_line import ScriptLine
 from castwise._mistakes.unscaling import Unscaling
 from castwise._mistakes.validation import Validation
 from castwise._mistakes.zeroing import Zeroing
@@ -42,6 +43,7 @@ _PER_KIND = 3  # places reported per kind of mistake
 _EVENTS = [name for name in dir(Finder) if not name.startswith("_") and name not in ("call", "turn_off", "stop")]
 
 Subscriber = Callable[[Mistake], object]
+Correction = Callable[[ScriptLine], str]
 
 
 class MixedPrecisionMistake(UserWarning):
@@ -164,12 +166,20 @@ class Watch(Observer):
         """Whether scaled gradients may change class temporarily, because castwise is installed."""
         return any(subscriber in self._subscribers for subscriber in self._gradient_subscribers)
 
-    def report(self, name: str, text: str, corrected: str, place: Place | None) -> None:
-        """Report a mistake, unless it was reported before."""
+    def report(self, name: str, text: str, corrected: str | Correction, place: Place | None) -> None:
+        """Report a mistake, unless it was reported before.
+
+        Args:
+            name: Its kind.
+            text: The mistake and its consequence.
+            corrected: The corrected code, or a function that returns it for a line of a script.
+            place: The line; None if it is not known.
+        """
         earlier = [mistake_before for mistake_before in self.found if mistake_before.name == name]
         if len(earlier) >= _PER_KIND or any(mistake_before.place == place for mistake_before in earlier):
             return
-        mistake = Mistake(name, text, in_names_of_script(corrected, place), place)
+        code = corrected(ScriptLine(place)) if callable(corrected) else in_names_of_script(corrected, place)
+        mistake = Mistake(name, text, code, place)
         self.found.append(mistake)
         for reference in tuple(self._subscribers):
             if (subscriber := reference()) is not None:

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from castwise._mistakes.corrected_code import zeroed_after
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.mistake import caller
 from castwise._torch_private import version
@@ -79,7 +80,7 @@ class Zeroing(Finder):
                 "never-zeroed",
                 "gradients are not zeroed between steps: each step is taken with the sum of the gradients of all steps "
                 "before",
-                "optimizer.zero_grad()\nloss.backward()",
+                zeroed_after,
                 caller(),
             )
             self._forget(optimizer)

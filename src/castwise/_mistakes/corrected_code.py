@@ -1,0 +1,373 @@
+"""The code that corrects a mistake, for pasting: in the names of the script, and complete.
+
+Code without a heading replaces the statement that the mistake is in. Comments say where other code goes:
+`# before line 7:`. Where the script does not show what to write, the code has the usual names, and a comment says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Sequence
+
+from castwise._mistakes.script_line import ScriptLine
+from castwise._script_source import MethodCall, ScriptSource, called_name, is_enabled_region
+
+_OF_MODELS = {"parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval"}
+
+# -- steps and gradients ----------------------------------------------------------------------------------------------
+
+
+def unscaled_before(line: ScriptLine) -> str:
+    """Unscale before the line that uses gradients, and before the loop over parameters that it is in."""
+    unscale = f"{line.scaler or 'scaler'}.unscale_({line.optimizer or 'optimizer'})"
+    code = f"{unscale}\n{line.text}"
+    if line.source is not None and line.statement is not None:
+        first = line.source.outermost_of_loops(line.statement)
+        later = [each for _, each in line.calls("unscale_") if each.lineno > line.statement.lineno]
+        if len(later) == 1 and line.source.text_of(later[0]) == unscale:
+            code = f"{_moved(later)} to before line {first.lineno}:\n{unscale}"
+        elif first is not line.statement or not line.is_simple:
+            code = f"# before line {first.lineno}:\n{unscale}"
+    return _noted(line, code, "scaler", "optimizer")
+
+
+def clipped_after_unscaling(line: ScriptLine) -> str:
+    """Unscale before the line that clips."""
+    code = unscaled_before(line)
+    if "clip_grad_norm_" not in line.text:
+        return code
+    names = f"{line.scaler or 'scaler'}.clip_grad_norm_({line.optimizer or 'optimizer'}, max_norm)"
+    return f"{code}\n# or castwise's {names}, which reads them once"
+
+
+def stepped_by_scaler(line: ScriptLine) -> str:
+    """Step with the scaler, which is updated unless the script does so elsewhere."""
+    scaler, optimizer = line.scaler or "scaler", line.optimizer or "optimizer"
+    code, update = f"{scaler}.step({optimizer})", f"\n{scaler}.update()"
+    if line.source is not None:
+        own = scaler.rpartition(".")[2]
+        calls = line.source.method_calls
+        update = "" if any(call.method == "update" and call.owner.endswith(own) for call in calls) else update
+    step = _call_in(line, "step")
+    if step is not None and line.statement is not None:
+        given = [step.owner, *_given(line, step)]
+        code = line.replaced(line.statement, step.node, f"{scaler}.step({', '.join(given)})")
+        if given[1:]:
+            update = f"  # castwise's GradScaler takes closures, torch's does not{update}"
+    return _noted(line, f"{code}{update}", "scaler")
+
+
+def zeroed_after(line: ScriptLine) -> str:
+    """Zero the gradients after the step."""
+    return f"{line.text}\n{_optimizer_in(line) or 'optimizer'}.zero_grad()"
+
+
+def scaled(line: ScriptLine) -> str:
+    """Scale the loss whose backward the line calls."""
+    scaler, statement = line.scaler or "scaler", line.statement
+    code = f"{scaler}.scale(loss).backward()"
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and line.source is not None:
+        called = statement.value.func
+        if isinstance(called, ast.Attribute) and called.attr == "backward":
+            loss = line.source.text_of(called.value)
+            code = line.replaced(statement, called.value, f"{scaler}.scale({loss})")
+    return _noted(line, code, "scaler")
+
+
+def scaled_once(line: ScriptLine) -> str:
+    """Leave out the scaling of a loss that is scaled already."""
+    scale = _call_in(line, "scale")
+    if scale is None or line.source is None or line.statement is None or len(scale.node.args) != 1:
+        return "scale each loss once, where its backward is called"
+    given = scale.node.args[0]
+    loss = line.source.text_of(given)
+    is_whole = isinstance(given, ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+    return line.replaced(line.statement, scale.node, loss if is_whole else f"({loss})")
+
+
+def unscaled_before_step(line: ScriptLine) -> str:
+    """Unscale, and clip, before the step and not after each backward."""
+    step = _step_of_scaler(line)
+    if step is None or line.source is None or line.statement is None:
+        return f"unscale once, right before the step: {line.text or 'scaler.unscale_(optimizer)'}"
+    block = line.rest_of_block()
+    count = next((place for place, each in enumerate(block[1:], 1) if not _uses_norm(each)), len(block))
+    return f"{_moved(block[:count])} to before line {step.lineno}:\n{_texts(line, block[:count])}"
+
+
+def updated_after_step(line: ScriptLine) -> str:
+    """Update the scale after the step and not after each backward."""
+    step = _step_of_scaler(line)
+    if step is None or line.statement is None or not line.is_simple:
+        return (
+            "update the scale once, right after the step; optimizers that step in different iterations need a "
+            "GradScaler each"
+        )
+    return f"{_moved([line.statement])} to after line {step.end_lineno}:\n{line.text}"
+
+
+def advanced_after_taken_step(line: ScriptLine) -> str:
+    """Advance the schedule unless the scale has gone down, as it does after a skipped step."""
+    scaler = line.scaler or "scaler"
+    step = _call_in(line, "step")
+    is_schedule = step is not None and step.owner not in (line.scaler, line.optimizer) and line.is_simple
+    schedule = line.text if is_schedule else "scheduler.step()"
+    updates = [each for call, each in line.calls("update") if call.owner == scaler]
+    before = f"line {updates[0].lineno}" if len(updates) == 1 else f"{scaler}.update()"
+    name = _free_name(line, "scale_before")
+    body = "\n".join(f"    {row}" for row in schedule.splitlines())
+    code = f"if {scaler}.get_scale() >= {name}:\n{body}\n# before {before}:\n{name} = {scaler}.get_scale()"
+    owner = step.owner if is_schedule and step is not None else "scheduler"
+    return _noted(line, f"{code}\n# or, with castwise's scaler alone: {scaler}.step_scheduler({owner})", "scaler")
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+def after_region(line: ScriptLine) -> str:
+    """Move the backward, and what follows it in the region, out of the region."""
+    region = _region_around(line)
+    if region is None or line.source is None or line.statement is None:
+        return f"# after the autocast region, not in it:\n{line.text or 'loss.backward()'}"
+    moved = line.rest_of_block() if line.statement in region.body else [line.statement]
+    return f"{_moved(moved)} to after the block of line {region.lineno}:\n{_texts(line, moved)}"
+
+
+def in_region(line: ScriptLine, region: str) -> str:
+    """Run the line in a region, whose arguments are given as code."""
+    if line.is_simple:
+        body = "\n".join(f"    {row}" for row in line.text.splitlines())
+        return f"with {region}:\n{body}"
+    return f"# around this line, and around what uses its result:\nwith {region}:"
+
+
+def loss_in_region(line: ScriptLine) -> str:
+    """Move what computes the loss into the region before it."""
+    words = "compute the loss inside the autocast region"
+    if line.source is None or line.statement is None:
+        return words
+    block = line.source.block(line.statement)
+    before = block[: block.index(line.statement)]
+    regions = [place for place, each in enumerate(before) if isinstance(each, ast.With) and _has_region(each)]
+    moved = before[regions[-1] + 1 :] if regions else []
+    if not moved or not all(isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign) for each in moved):
+        return words
+    region = before[regions[-1]].lineno
+    return f"{_moved(moved)} to the end of the block of line {region}:\n{_texts(line, moved)}"
+
+
+def scaled_training(line: ScriptLine, device: str) -> str:
+    """Train with a scaler on a device."""
+    make, or_bf16 = f'scaler = torch.amp.GradScaler("{device}")', "# or dtype=torch.bfloat16, which needs no scaler"
+    sides = [_only_call(line, method) for method in ("backward", "step")]
+    [(backward, to_scale), (step, to_step)] = sides
+    if line.source is None or backward is None or step is None or to_scale is None or to_step is None:
+        used = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+        return f"# once, before the loop:\n{make}\n# for each batch:\n{used}\n{or_bf16}"
+    assert isinstance(backward.node.func, ast.Attribute)
+    loss = line.source.text_of(backward.node.func.value)
+    scale = line.replaced(to_scale, backward.node.func.value, f"scaler.scale({loss})")
+    taken = line.replaced(to_step, step.node, ", ".join([f"scaler.step({step.owner}", *_given(line, step)]) + ")")
+    loop = line.outermost_loop(to_scale)
+    first = f"# before line {loop.lineno}:" if loop is not None else "# once, before the loop:"
+    clip = "\n# before gradients are clipped: scaler.unscale_(optimizer)" if "clip_grad" in line.source.text else ""
+    return (
+        f"{first}\n{make}\n# instead of line {to_scale.lineno}:\n{scale}\n"
+        f"# instead of line {to_step.lineno}:\n{taken}\nscaler.update(){clip}\n{or_bf16}"
+    )
+
+
+def cast_before_compiling(line: ScriptLine) -> str:
+    """Set how backwards are compiled before the script compiles."""
+    compiled = None if line.source is None else _compiles(line.source)
+    where = "before torch.compile is called" if compiled is None else f"before line {compiled}"
+    return f'# {where}:\ntorch._functorch.config.backward_pass_autocast = "off"'
+
+
+# -- models, optimizers and scalers -----------------------------------------------------------------------------------
+
+
+def in_fp32(line: ScriptLine) -> str:
+    """Leave the model in fp32 where the script makes it fp16."""
+    words = "# the model stays in fp32, because autocast casts the inputs of each op:\nmodel.float()"
+    if line.source is None:
+        return words
+    calls = [node for node in ast.walk(line.source.tree) if isinstance(node, ast.Call) and _halves(node)]
+    statement = line.source.statement(calls[0]) if len(calls) == 1 else None
+    if not isinstance(statement, ast.Expr | ast.Assign):
+        return words
+    assert isinstance(calls[0].func, ast.Attribute)
+    owner = line.source.text_of(calls[0].func.value)
+    is_alone = statement.value is calls[0] and isinstance(statement, ast.Expr)
+    name = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else owner
+    if name not in {call.owner for call in line.source.method_calls if call.method in _OF_MODELS}:
+        return words  # it may be an input that is cast
+    code = line.replaced(statement, calls[0], f"{owner}.float()" if is_alone else owner)
+    return f"# instead of line {statement.lineno}:\n{code}"
+
+
+def with_master_weights(line: ScriptLine, dtype: object) -> str:
+    """Wrap the optimizer in `MasterWeights` where it is made."""
+    optimizer = _optimizer_in(line) or "optimizer"
+    made = line.assignment_of(optimizer)
+    model = line.model_of(made)
+    wrap = f"{optimizer} = castwise.MasterWeights({optimizer}, {model or 'model'}, dtype={dtype})"
+    first = "" if line.imports("castwise") else "import castwise\n"
+    where = f"after line {made.end_lineno}" if made is not None else "once, where the optimizer is made"
+    return _noted(line, f"# {where}:\n{first}{wrap}", *([] if model else ["model"]))
+
+
+def disabled_scaler(line: ScriptLine) -> str:
+    """Disable the scaler where it is made."""
+    call = _scaler_made(line)
+    if call is None or line.source is None or line.statement is None:
+        code = "# where the scaler is made: enabled=False"
+    else:
+        kept = [text for text in _given(line, call) if not text.startswith("enabled=")]
+        code = line.replaced(line.statement, call.node, f"{call.owner}({', '.join([*kept, 'enabled=False'])})")
+    return f"{code}\n# or castwise.GradScaler(schedule=castwise.schedules.Guard()), to skip non-finite steps only"
+
+
+def scaler_for(line: ScriptLine, device: str) -> str:
+    """Make the scaler for another device."""
+    call = _scaler_made(line)
+    if call is None or line.source is None or line.statement is None:
+        return f'# where the scaler is made:\ntorch.amp.GradScaler("{device}")'
+    is_old = "cuda.amp" in call.owner or re.search(r"from \S*cuda\.amp import .*GradScaler", line.source.text)
+    given = [text for text in _given(line, call) if not text.startswith("device=")]
+    kept = given[1:] if call.node.args and not is_old else given
+    made = ", ".join([f'"{device}"', *kept])
+    return line.replaced(line.statement, call.node, f"{'torch.amp.GradScaler' if is_old else call.owner}({made})")
+
+
+def made_once(line: ScriptLine) -> str:
+    """Make the scaler before the loop that it is made in."""
+    loop = line.outermost_loop()
+    if line.statement is None or loop is None or not line.is_simple:
+        return f"# once, before the loop over epochs:\n{line.text or 'scaler = torch.amp.GradScaler()'}"
+    return f"{_moved([line.statement])} to before line {loop.lineno}:\n{line.text}"
+
+
+def saved_with_scaler(line: ScriptLine) -> str:
+    """Save the scaler's state in the dict with the optimizer's."""
+    entry = f'"scaler": {line.scaler or "scaler"}.state_dict()'
+    saved = _saved_state(line)
+    if saved is None or line.source is None or line.statement is None:
+        return _noted(line, f"# into the checkpoint with the optimizer's state:\n{{{entry}}}", "scaler")
+    key, state = saved
+    separator = ", " if key.lineno == line.statement.lineno else ",\n" + " " * key.col_offset
+    code = line.replaced(line.statement, state, f"{line.source.text_of(state)}{separator}{entry}")
+    return _noted(line, code, "scaler")
+
+
+# -- what the script has ----------------------------------------------------------------------------------------------
+
+
+def _call_in(line: ScriptLine, method: str) -> MethodCall | None:
+    """Return the one call of a method in the statement."""
+    calls = [call for call, statement in line.calls(method) if statement is line.statement]
+    return calls[0] if len(calls) == 1 else None
+
+
+def _only_call(line: ScriptLine, method: str) -> tuple[MethodCall | None, ast.stmt | None]:
+    """Return the one call of a method in the script that is a statement of its own, and the statement."""
+    calls = [] if line.source is None else [call for call in line.source.any_calls if call.method == method]
+    statement = line.source.statement(calls[0].node) if line.source is not None and len(calls) == 1 else None
+    is_alone = isinstance(statement, ast.Expr) and statement.value is calls[0].node
+    return (calls[0], statement) if is_alone else (None, None)
+
+
+def _step_of_scaler(line: ScriptLine) -> ast.stmt | None:
+    """Return the one statement in which the scaler steps its one optimizer."""
+    steps = [each for call, each in line.calls("step") if call.owner == line.scaler and call.node.args]
+    return steps[0] if len(steps) == 1 else None
+
+
+def _optimizer_in(line: ScriptLine) -> str:
+    """Return the optimizer that the line steps or loads; "" if it does neither."""
+    call = _call_in(line, "step") or _call_in(line, "load_state_dict")
+    if call is None:
+        return line.optimizer
+    is_scaler = call.owner == line.scaler and bool(call.node.args)
+    return ast.unparse(call.node.args[0]) if is_scaler else call.owner
+
+
+def _region_around(line: ScriptLine) -> ast.With | None:
+    around = [] if line.source is None or line.statement is None else line.source.around(line.statement)
+    return next((each for each in around if isinstance(each, ast.With) and _has_region(each)), None)
+
+
+def _has_region(block: ast.With) -> bool:
+    return any(map(is_enabled_region, block.items))
+
+
+def _uses_norm(statement: ast.stmt) -> bool:
+    return "clip" in ast.unparse(statement) or "norm" in ast.unparse(statement)
+
+
+def _compiles(source: ScriptSource) -> int | None:
+    """Return the line in which the script compiles first."""
+    nodes = (node for node in ast.walk(source.tree) if isinstance(node, ast.Attribute) and node.attr == "compile")
+    return min((node.lineno for node in nodes if ast.unparse(node) == "torch.compile"), default=None)
+
+
+def _halves(call: ast.Call) -> bool:
+    """Return True for `model.half()` and `model.to(torch.float16)`."""
+    if not isinstance(call.func, ast.Attribute):
+        return False
+    given = [ast.unparse(value) for value in (*call.args, *(keyword.value for keyword in call.keywords))]
+    return (call.func.attr == "half" and not given) or (call.func.attr == "to" and given == ["torch.float16"])
+
+
+def _scaler_made(line: ScriptLine) -> MethodCall | None:
+    """Return the call of the statement that makes a scaler, with what is called as its owner."""
+    nodes = [] if line.statement is None else ast.walk(line.statement)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and called_name(node) == "GradScaler"]
+    is_plain = len(calls) == 1 and line.is_simple and not any(isinstance(each, ast.Starred) for each in calls[0].args)
+    return MethodCall(ast.unparse(calls[0].func), "", calls[0]) if is_plain else None
+
+
+def _saved_state(line: ScriptLine) -> tuple[ast.expr, ast.expr] | None:
+    """Return the key and the value of the optimizer's state in a dict of the statement."""
+    nodes = [] if line.statement is None or not line.is_simple else ast.walk(line.statement)
+    dicts = [node for node in nodes if isinstance(node, ast.Dict)]
+    entries = [(key, value) for node in dicts for key, value in zip(node.keys, node.values, strict=True) if key]
+    states = [(key, value) for key, value in entries if ast.unparse(value).endswith(".state_dict()")]
+    of_optimizer = [entry for entry in states if ast.unparse(entry[1]) == f"{line.optimizer}.state_dict()"]
+    return next(reversed(of_optimizer or states), None)
+
+
+def _free_name(line: ScriptLine, name: str) -> str:
+    taken = set() if line.source is None else line.source.identifiers
+    return next(each for each in (name, *(f"{name}{number}" for number in range(1, 99))) if each not in taken)
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def _given(line: ScriptLine, call: MethodCall) -> list[str]:
+    """Return the arguments of a call as they are written."""
+    assert line.source is not None
+    named = (f"{keyword.arg}=" if keyword.arg else "**" for keyword in call.node.keywords)
+    values = (line.source.text_of(keyword.value) for keyword in call.node.keywords)
+    return [*map(line.source.text_of, call.node.args), *map("".join, zip(named, values, strict=True))]
+
+
+def _moved(statements: Sequence[ast.stmt]) -> str:
+    """Return the beginning of a heading for statements that follow each other."""
+    first, last = statements[0].lineno, statements[-1].end_lineno
+    return f"# moved from line {first}" if first == last else f"# moved from lines {first} to {last}"
+
+
+def _texts(line: ScriptLine, statements: Iterable[ast.stmt]) -> str:
+    return "\n".join(map(line.text_of, statements))
+
+
+def _noted(line: ScriptLine, code: str, *used: str) -> str:
+    """Return code with a comment on those of the usual names that stand for names which are not known."""
+    unknown = [name for name in used if not getattr(line, name, "")]
+    if not unknown:
+        return code
+    verb = "is that" if len(unknown) == 1 else "are those"
+    return f"{code}\n# {' and '.join(unknown)} {verb} of the training loop"

@@ -1,0 +1,157 @@
+"""The code that a message shows works where it is pasted, in a script with names of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tests.mistakes.pasting import pasted
+from tests.mistakes.test_mistakes import MISTAKES, needs, run, wrong_lines
+
+from castwise._mistakes import corrected_code
+from castwise._mistakes.mistake import Place
+from castwise._mistakes.script_line import ScriptLine
+
+OWN_NAMES = {
+    "scaler": "grad_scaler",
+    "optimizer": "opt",
+    "model": "net",
+    "loss": "objective",
+    "output": "prediction",
+    "schedule": "rates",
+}
+# What corrects these is in several places, or in none that the line shows: their remedy is a sentence.
+IN_WORDS = {
+    "loss_inf_gradients_finite",
+    "loss_inf_gradients_finite_with_a_scaler",
+    "other_scaler",
+    "updated_between_micro_batches",
+}
+
+
+def renamed(script: str) -> str:
+    for name, own in OWN_NAMES.items():
+        script = re.sub(rf"(?<![\w.'\"]){name}(?![\w-])", own, script)
+    return script
+
+
+@pytest.mark.parametrize("script", [pytest.param(each, marks=needs(each), id=each.stem) for each in MISTAKES])
+def test_a_script_with_the_code_of_the_message_runs_without_the_mistake(script: Path, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    wrong, text = tmp_path / "wrong.py", renamed(script.read_text())
+    wrong.write_text(text)
+    [mistake], _ = run(wrong)
+    assert [mistake.name] == [name for name, _ in wrong_lines(script)]
+    assert not re.search(r"\b(optimizer|model|loss)\.(?!backward_pass)|\.\.\.", mistake.corrected)
+    if script.stem in IN_WORDS:
+        assert not re.search(r"[()=]", mistake.corrected)
+        return
+    right = tmp_path / "right.py"
+    right.write_text(pasted(text, mistake))
+    with torch._functorch.config.patch(backward_pass_autocast="same_as_forward"):  # which one of them sets
+        mistakes, _ = run(right)
+    assert mistake.name not in [each.name for each in mistakes]
+
+
+IN_A_CLASS = """\
+class Trainer:
+    def __init__(self, net):
+        self.net, self.amp = net, torch.amp.GradScaler("cuda")
+        self.grad_scaler = torch.amp.GradScaler("cuda")
+        self.opt = AdamW(net.parameters())
+
+    def step(self):
+        total = 0
+        for p in self.net.parameters():
+            total += p.grad.norm().item()  # here
+        return total
+"""
+IN_A_FUNCTION = """\
+def train(s, opt, net, batches):
+    for batch in batches:
+        with autocast("cuda"):
+            loss = net(batch)
+            s.scale(loss).backward()  # here
+            nn.utils.clip_grad_norm_(
+                net.parameters(), 1.0
+            )
+            s.step(opt)
+        s.update()
+"""
+CLIPPED_FIRST = """\
+for batch in batches:
+    s.scale(net(batch)).backward()
+    clip_grad_norm_(net.parameters(), 1.0)  # here
+    s.unscale_(opt)
+    s.step(opt)
+"""
+OF_SEVERAL = """\
+s.scale(net(x)).backward()
+for opt in opts:
+    s.step(opt)
+norm = get_total_norm(net)  # here
+"""
+
+
+@pytest.mark.parametrize(
+    ("correct", "script", "expected"),
+    [
+        (corrected_code.unscaled_before, IN_A_CLASS, "# before line 9:\nself.grad_scaler.unscale_(self.opt)"),
+        (
+            corrected_code.after_region,
+            IN_A_FUNCTION,
+            "# moved from lines 5 to 9 to after the block of line 3:\ns.scale(loss).backward()\n"
+            "nn.utils.clip_grad_norm_(\n    net.parameters(), 1.0\n)\ns.step(opt)",
+        ),
+        (
+            corrected_code.clipped_after_unscaling,
+            CLIPPED_FIRST,
+            "# moved from line 4 to before line 3:\ns.unscale_(opt)\n"
+            "# or castwise's s.clip_grad_norm_(opt, max_norm), which reads them once",
+        ),
+        (
+            corrected_code.unscaled_before,
+            OF_SEVERAL,
+            "s.unscale_(optimizer)\nnorm = get_total_norm(net)\n# optimizer is that of the training loop",
+        ),
+        (
+            corrected_code.saved_with_scaler,
+            "def save(opt):\n    torch.save({'opt': opt.state_dict()}, 'x.pt')  # here\n",
+            "torch.save({'opt': opt.state_dict(), \"scaler\": scaler.state_dict()}, 'x.pt')\n"
+            "# scaler is that of the training loop",
+        ),
+        (
+            partial(corrected_code.scaler_for, device="cpu"),
+            "from torch.cuda.amp import GradScaler\ns = GradScaler(init_scale=2.0**10)  # here\n",
+            's = torch.amp.GradScaler("cpu", init_scale=2.0**10)',
+        ),
+        (
+            corrected_code.in_fp32,
+            "net = Net().to(torch.float16)\nnet.train()\nwith autocast('cuda'):  # here\n    net(1)\n",
+            "# instead of line 1:\nnet = Net()",
+        ),
+        (
+            corrected_code.in_fp32,
+            "x = x.half()\nwith autocast('cuda'):  # here\n    net(x)\n",
+            "# the model stays in fp32, because autocast casts the inputs of each op:\nmodel.float()",
+        ),
+        (
+            partial(corrected_code.in_region, region="torch.autocast('cuda')"),
+            "if net(x) > 0:  # here\n    y = 1\n",
+            "# around this line, and around what uses its result:\nwith torch.autocast('cuda'):",
+        ),
+    ],
+)
+def test_the_names_and_the_lines_are_those_of_the_script(
+    correct: Callable[[ScriptLine], str], script: str, expected: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    line = next(number for number, text in enumerate(script.splitlines(), 1) if text.endswith("# here"))
+    assert correct(ScriptLine(Place(str(path), line))) == expected
+    elsewhere = correct(ScriptLine(Place("<nowhere>", 1))), correct(ScriptLine(None))
+    assert elsewhere[0] == elsewhere[1] != ""
