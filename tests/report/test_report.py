@@ -17,11 +17,13 @@ from typing import Any
 
 import plotly.graph_objects as go
 import pytest
+from plotly.offline import get_plotlyjs
 from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
 from castwise.monitor import Run
 from castwise.monitor._records import SampleRecord, StepRecord
+from castwise.report import _page as pages
 from castwise.report import write_report
 from castwise.report._downsampling import changes, extremes, in_buckets
 from castwise.report._figures.exponent_map import exponent_map
@@ -29,6 +31,7 @@ from castwise.report._figures.losses import LossCurve, moving_average
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
 from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
 from castwise.report._html_report import RunView, labels
+from castwise.report._plotly_script import without_unused
 from castwise.report._run_facts import RunFacts, Skips
 from castwise.report._worst_modules import worst_modules
 
@@ -112,6 +115,7 @@ def test_pages_share_a_script_that_is_written_once_and_never_over_another_file(t
     (script,) = (tmp_path / "pages").glob("*.js")
     assert re.fullmatch(r"castwise-plotly-\d+\.\d+\.\d+\.js", script.name)
     assert "plotly.js v" in script.read_text()
+    assert script.stat().st_size < 1.5e6
     assert (tmp_path / "pages" / "1.html").stat().st_size < 1e5
     nonces = [attributes["nonce"] for tag, attributes in page.tags if attributes.get("data-url") == script.name]
     policy = next(each["content"] for tag, each in page.tags if each.get("http-equiv") == "Content-Security-Policy")
@@ -130,6 +134,18 @@ def test_pages_share_a_script_that_is_written_once_and_never_over_another_file(t
         write_report([run], tmp_path / "pages" / "3.html", shared_script=True)
     assert script.read_text() == "mine"
     assert not (tmp_path / "pages" / "3.html").exists()
+
+
+def test_of_plotly_only_what_pages_use_is_in_them() -> None:
+    """The browser draws all figures with it; see `test_report_browser.py`."""
+    whole = str(get_plotlyjs())
+    known = json.loads(pages.template("plotly_cuts.json"))
+    used = without_unused(whole, known)
+    assert used == pages.load_plotly()
+    assert len(used) < len(whole) / 3, "run tests/report/plotly_cuts.mjs for this version of plotly"
+    assert 'moduleType:"trace",name:"heatmap"' in used
+    assert 'moduleType:"trace",name:"scatter3d"' not in used
+    assert without_unused(f"{whole} ", known) == f"{whole} ", "of another library, nothing is left out"
 
 
 def test_every_figure_is_one_that_plotly_knows_in_each_of_its_choices(tmp_path: Path) -> None:
@@ -357,7 +373,7 @@ def test_a_long_run_makes_no_larger_page(tmp_path: Path) -> None:
         run = Run(tmp_path / "run" / "monitor.jsonl.gz", steps=records, samples=ranges)
         sizes.append(write_report([run], tmp_path / f"{n}.html").stat().st_size)
     assert sizes[1] < 1.05 * sizes[0]
-    assert sizes[1] < 7e6
+    assert sizes[1] < 1.2e6
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
@@ -517,7 +533,7 @@ def test_modules_are_ranked_by_their_own_numbers_after_those_that_a_diagnosis_na
 def test_a_run_of_300_modules_makes_a_small_page_in_which_all_are_found(tmp_path: Path) -> None:
     run = recorded.large(tmp_path / "run")
     page = write_report([run], tmp_path / "page.html")
-    assert page.stat().st_size < 3.5e6
+    assert page.stat().st_size < 1.6e6
     named = [attributes.get("data-value") for tag, attributes in Page(page).tags if tag == "th"]
     assert len(set(named)) == 303  # and None, of the heads
     assert len(Page(page).figures["flush-1"]["names"]["gradients"]) == 302

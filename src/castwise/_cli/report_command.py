@@ -23,7 +23,7 @@ SharedScript = Annotated[
     bool,
     typer.Option(
         "--shared-script",
-        help="Load plotly.js (5 MB, written once) from a file in the page's folder, so that pages are small.",
+        help="Load plotly.js (1 MB, written once) from a file in the page's folder, so that pages are small.",
     ),
 ]
 _RULE = "\N{BOX DRAWINGS LIGHT HORIZONTAL}".encode()

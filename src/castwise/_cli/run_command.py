@@ -109,7 +109,7 @@ def run(
         bool,
         typer.Option(
             "--shared-script",
-            help="Load plotly.js (5 MB, written once) from a file in the folder of runs, so that reports are small.",
+            help="Load plotly.js (1 MB, written once) from a file in the folder of runs, so that reports are small.",
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final summary as one line of JSON.")] = False,

@@ -260,7 +260,7 @@ def write_report(
 ) -> Path:
     """Write one HTML page about one or more runs, side by side; see `read_runs` for ranks and attempts.
 
-    The page's size does not grow with the length of the runs: about 2 MB of packed plotly.js, plus under 1 MB for a run
+    The page's size does not grow with the length of the runs: 0.5 MB of packed plotly.js, plus under 1 MB for a run
     of 300 modules.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from castwise import _files
 from castwise._number_text import headroom, percent
-from castwise.report._plotly_script import PlotlyScript, in_file, in_page
+from castwise.report._plotly_script import PlotlyScript, in_file, in_page, without_unused
 from castwise.report._run_facts import shown
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def load_plotly() -> str:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # plotly ships no types
     except ModuleNotFoundError as error:
         raise _missing("plotly") from error
-    return str(get_plotlyjs())
+    return without_unused(str(get_plotlyjs()), json.loads(template("plotly_cuts.json")))
 
 
 def plotly_for(page: Path, plotly_js: str, shared: bool | str | os.PathLike[str]) -> PlotlyScript:

@@ -11,8 +11,10 @@ import gzip
 import hashlib
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from castwise import _files
@@ -35,6 +37,20 @@ class PlotlyScript:
     url: str
     nonce: str
     source: str
+
+
+def without_unused(plotly_js: str, known: Mapping[str, Any]) -> str:
+    """Return the library without the kinds of plots that no page draws; a quarter of it is left.
+
+    Args:
+        plotly_js: The library.
+        known: By the SHA-256 of a library, "cuts": where each part that is left out begins and ends, as
+            `tests/report/plotly_cuts.mjs` finds them. Of any other library, all is kept.
+    """
+    entry = known.get(hashlib.sha256(plotly_js.encode()).hexdigest(), {"cuts": []})
+    ends = [0, *(end for _, end in entry["cuts"])]
+    starts = [*(start for start, _ in entry["cuts"]), len(plotly_js)]
+    return "".join(plotly_js[end:start] for end, start in zip(ends, starts, strict=True))
 
 
 def in_page(plotly_js: str) -> PlotlyScript:
