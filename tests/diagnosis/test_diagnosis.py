@@ -132,15 +132,16 @@ def test_a_product_that_overflows_fp16_is_to_be_kept_in_fp32() -> None:
     assert (found.phase, found.module, found.op, found.remedy) == ("forward", "last", "aten.addmm", "float32")
     policy = 'castwise.Policy(compute="float16", modules={"last": "float32"})'
     assert found.advice == f'keep last in fp32: castwise.autocast("cpu", policy={policy}.bind(model))'
-    assert found.code == f'policy = {policy}\nwith castwise.autocast("cpu", policy=policy.bind(model)):'
+    with_policy = f"policy = {policy}\n# instead of the line of the autocast region:\nwith castwise.autocast("
+    assert found.code == f'import castwise\n{with_policy}"cpu", policy=policy.bind(model)):'
     assert re.fullmatch(r"In the forward, aten.addmm in module last gives inf(, at .*)?\.", found.summary)
     names = ("phase", "module", "op", "remedy", "advice", "code", "summary", "tried", "sample")
     record = DiagnosisRecord.of(3, "overflow", found).to_json()
     fields = {**{name: getattr(found, name) for name in names}, "text": str(found)}
     assert record == {"kind": "diagnosis", "step": 3, "cause": "overflow", "rank": None, **fields}
     region = found.advice.partition(": ")[2]
-    for code in (found.code, f"with {region}:"):  # what is to be copied runs
-        rule: dict[str, Any] = {"castwise": castwise, "model": model, "x": torch.ones(1, 4)}
+    for code in (found.code, f"import castwise\nwith {region}:"):  # what is to be copied runs
+        rule: dict[str, Any] = {"model": model, "x": torch.ones(1, 4)}
         exec(f"{code}\n    output = model(x)", rule)
         assert rule["output"].isfinite().all()
     with torch.no_grad():
@@ -244,7 +245,8 @@ def test_gradients_that_overflow_at_this_scale_ask_for_a_lower_one() -> None:
     with castwise.autocast("cpu", dtype=torch.float16):
         found = of(lambda x: x, loss_fn=lambda y: y.float().sum(), scale=2.0**20)
         assert (found.phase, found.remedy, found.scale) == ("backward", "scale", 2.0**20)
-        assert found.code == "scaler = castwise.GradScaler(device_type, init_scale=2.0**15)"
+        made = 'scaler = castwise.GradScaler("cpu", init_scale=2.0**15)'
+        assert found.code == f"# where the scaler is made:\nimport castwise\n{made}"
         assert "2^15 or less" in found.advice  # the gradient of a sum is 1, and 2^16 is too large for fp16
         assert not of(lambda x: x, loss_fn=lambda y: y.float().sum(), scale=2.0**14)
 

@@ -66,7 +66,8 @@ def test_where_many_modules_overflow_all_of_the_model_is_suggested() -> None:
     model = nn.Sequential(Calls(lambda x: x * 6e4), *layers)
     found = in_fp16(model, X.abs() + 1)
     assert found.advice == "run all of the model in fp32: 1 in fp32 is not enough, as other modules overflow too"
-    assert (found.code, found.tried) == ('with castwise.autocast("cpu", enabled=False):', "finite")
+    region = 'with torch.autocast("cpu", enabled=False):'
+    assert (found.code, found.tried) == (f"# instead of the line of the autocast region:\n{region}", "finite")
 
 
 def test_where_no_format_helps_the_sample_is_named() -> None:

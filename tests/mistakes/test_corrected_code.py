@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.mistakes.test_mistakes import MISTAKES, needs, run, wrong_lines
 
 from castwise._mistakes import corrected_code
 from castwise._mistakes.mistake import Place
-from castwise._mistakes.script_line import ScriptLine
+from castwise._mistakes.script_line import ScriptLine, in_names_of_main
 
 OWN_NAMES = {
     "scaler": "grad_scaler",
@@ -140,6 +141,16 @@ norm = get_total_norm(net)  # here
             "# the model stays in fp32, because autocast casts the inputs of each op:\nmodel.float()",
         ),
         (
+            partial(corrected_code.loss_in_fp32, device="cuda"),
+            "l = criterion(out, y)  # here\n",
+            'with torch.autocast("cuda", enabled=False):\n    l = criterion(out.float(), y)',
+        ),
+        (
+            partial(corrected_code.loss_in_fp32, device="cuda"),  # the model stays in its region
+            "l = criterion(net(x), y)  # here\n",
+            '# around the loss, with .float() on its arguments:\nwith torch.autocast("cuda", enabled=False):',
+        ),
+        (
             partial(corrected_code.in_region, region="torch.autocast('cuda')"),
             "if net(x) > 0:  # here\n    y = 1\n",
             "# around this line, and around what uses its result:\nwith torch.autocast('cuda'):",
@@ -155,3 +166,13 @@ def test_the_names_and_the_lines_are_those_of_the_script(
     assert correct(ScriptLine(Place(str(path), line))) == expected
     elsewhere = correct(ScriptLine(Place("<nowhere>", 1))), correct(ScriptLine(None))
     assert elsewhere[0] == elsewhere[1] != ""
+
+
+def test_a_remedy_has_the_names_of_the_script_that_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("def main(net):\n    opt = AdamW(net.parameters())\n    s.scale(net(1)).backward()\n")
+    code = "with autocast(policy=policy.bind(model)):\nscaler = GradScaler()"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(path))
+    assert in_names_of_main(code) == "with autocast(policy=policy.bind(net)):\ns = GradScaler()"
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # as in a notebook
+    assert in_names_of_main(code) == code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from castwise._mistakes.script_line import ScriptLine
@@ -116,8 +117,8 @@ def advanced_after_taken_step(line: ScriptLine) -> str:
     updates = [each for call, each in line.calls("update") if call.owner == scaler]
     before = f"line {updates[0].lineno}" if len(updates) == 1 else f"{scaler}.update()"
     name = _free_name(line, "scale_before")
-    body = "\n".join(f"    {row}" for row in schedule.splitlines())
-    code = f"if {scaler}.get_scale() >= {name}:\n{body}\n# before {before}:\n{name} = {scaler}.get_scale()"
+    advance = f"if {scaler}.get_scale() >= {name}:\n{_indented(schedule)}"
+    code = f"{advance}\n# before {before}:\n{name} = {scaler}.get_scale()"
     owner = step.owner if is_schedule and step is not None else "scheduler"
     return _noted(line, f"{code}\n# or, with castwise's scaler alone: {scaler}.step_scheduler({owner})", "scaler")
 
@@ -137,8 +138,7 @@ def after_region(line: ScriptLine) -> str:
 def in_region(line: ScriptLine, region: str) -> str:
     """Run the line in a region, whose arguments are given as code."""
     if line.is_simple:
-        body = "\n".join(f"    {row}" for row in line.text.splitlines())
-        return f"with {region}:\n{body}"
+        return f"with {region}:\n{_indented(line.text)}"
     return f"# around this line, and around what uses its result:\nwith {region}:"
 
 
@@ -155,6 +155,17 @@ def loss_in_region(line: ScriptLine) -> str:
         return words
     region = before[regions[-1]].lineno
     return f"{_moved(moved)} to the end of the block of line {region}:\n{_texts(line, moved)}"
+
+
+def loss_in_fp32(line: ScriptLine, device: str) -> str:
+    """Compute the loss of a line outside of the region that it may be in, with its first argument in fp32."""
+    head = f'with torch.autocast("{device}", enabled=False):'
+    call = getattr(line.statement, "value", None) if line.is_simple else None
+    given = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    if line.source is None or line.statement is None or not isinstance(given, ast.Name | ast.Attribute | ast.Subscript):
+        return f"# around the loss, with .float() on its arguments:\n{head}"
+    text = line.replaced(line.statement, given, f"{line.source.text_of(given)}.float()")
+    return f"{head}\n{_indented(text)}"
 
 
 def scaled_training(line: ScriptLine, device: str) -> str:
@@ -362,6 +373,10 @@ def _moved(statements: Sequence[ast.stmt]) -> str:
 
 def _texts(line: ScriptLine, statements: Iterable[ast.stmt]) -> str:
     return "\n".join(map(line.text_of, statements))
+
+
+def _indented(code: str) -> str:
+    return textwrap.indent(code, "    ")
 
 
 def _noted(line: ScriptLine, code: str, *used: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import linecache
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -153,6 +155,16 @@ class ScriptLine:
             return None
         loops = [each for each in self.source.around(statement) if isinstance(each, ast.For | ast.While)]
         return loops[-1] if loops else None
+
+
+def in_names_of_main(code: str) -> str:
+    """Return code with what the script that was started calls its `model` and its `scaler`, where that is known."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    line = ScriptLine(Place(file, 0) if isinstance(file, str) else None)
+    calls = [] if line.source is None else line.source.method_calls
+    scalers = {call.owner for call in calls if call.method == "scale"}
+    code = re.sub(r"(?<=\.bind\()model(?=\))", lambda _: line.model_of(None) or "model", code)
+    return re.sub(r"(?m)^scaler(?= = )", lambda _: _only(scalers) or "scaler", code)
 
 
 def _source(place: Place | None) -> ScriptSource | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from castwise._mistakes.script_line import in_names_of_main
 from castwise._shown import Block, Code, Shown, Table
 from castwise.amp._devices import has_autocast
 from castwise.amp._thread_state import THREAD
@@ -371,7 +372,8 @@ def _diagnosis(
     row = outlying_row(case.model) if is_huge else None
     help_ = remedy_of(fault, scale) if row is None else Help("weight", str(row))
     tried = try_remedy(case, fault, help_, scale, row, past)
-    remedy, advice, code = tried.help
+    remedy = tried.help.remedy
+    advice, code = map(in_names_of_main, (tried.help.advice, tried.help.code))
     birth = fault.birth or Birth("op", 0, _PHASE_WITHOUT_BIRTH.get(fault.reached, "forward"))
     ranges = tuple(seen for tensor in fault.tensors if (seen := range_of(tensor)) is not None)
     at = None if birth.tensor is None else first_not_finite(birth.tensor)

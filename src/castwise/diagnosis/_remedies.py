@@ -8,12 +8,15 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from castwise._mistakes.corrected_code import loss_in_fp32
+from castwise._mistakes.script_line import ScriptLine
 from castwise._number_text import power_of_two
 from castwise.diagnosis._fault_search import Fault
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._ranges import Range
 
+OF_REGION = "# instead of the line of the autocast region:"
 Remedy = Literal["", "scale", "float32", "input", "weight", "code", "learning rate"]
 
 
@@ -33,7 +36,7 @@ def remedy_of(fault: Fault, scale: float) -> Help:
     """Return the remedy for a fault in a replay at this scale."""
     birth = fault.birth
     if fault.is_due_to_scale:
-        return _lower_scale(birth, scale)
+        return _lower_scale(birth, scale, fault.tensors[0].device.type)
     if birth is None:
         return _without_birth(fault, scale)
     if birth.kind == "weight":
@@ -88,7 +91,8 @@ def keep_in_float32(modules: Sequence[str], low: str, device: str) -> Help:
     """Return a policy that computes these modules in fp32."""
     rules = ", ".join(f'"{module}": "float32"' for module in modules)
     policy = f'castwise.Policy(compute="{low}", modules={{{rules}}})'
-    code = f'policy = {policy}\nwith castwise.autocast("{device}", policy=policy.bind(model)):'
+    lines = "import castwise", f"policy = {policy}", OF_REGION
+    code = "\n".join([*lines, f'with castwise.autocast("{device}", policy=policy.bind(model)):'])
     region = f'castwise.autocast("{device}", policy={policy}.bind(model))'
     return Help("float32", f"keep {' and '.join(modules)} in fp32: {region}", code)
 
@@ -100,7 +104,7 @@ def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
         return Help(
             "float32",
             "compute the loss in fp32: call .float() on its arguments, outside the autocast region",
-            f'with castwise.autocast("{device}", enabled=False):\n    loss = loss_fn(output.float(), targets)',
+            loss_in_fp32(ScriptLine(birth.place), device),
         )
     return Help(
         "float32",
@@ -109,12 +113,13 @@ def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
     )
 
 
-def _lower_scale(birth: Birth | None, scale: float) -> Help:
+def _lower_scale(birth: Birth | None, scale: float, device: str) -> Help:
     advice = f"lower the scale: gradients overflow at {scale:g} and are finite at 1"
     fits = None if birth is None else _largest_scale(birth, scale)
     if fits is None:
         return Help("scale", advice)
-    code = f"scaler = castwise.GradScaler(device_type, init_scale=2.0**{fits})"
+    made = f'scaler = castwise.GradScaler("{device}", init_scale=2.0**{fits})'
+    code = f"# where the scaler is made:\nimport castwise\n{made}"
     return Help("scale", f"{advice}; this op alone needs 2^{fits} or less", code)
 
 

@@ -24,7 +24,7 @@ from castwise.diagnosis._op_facts import tensors_of, written_and_read
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._outlying_rows import OutlyingRow
 from castwise.diagnosis._ranges import range_of
-from castwise.diagnosis._remedies import Help, keep_in_float32, low_precision
+from castwise.diagnosis._remedies import OF_REGION, Help, keep_in_float32, low_precision
 from castwise.diagnosis._replay import gradients_of, unchanged
 from castwise.policy._casting import cast_floats
 from castwise.policy._module_rules import named_modules
@@ -205,7 +205,8 @@ class _Trials:
         if not self._birth.module:
             return Tried(help_, "finite with all of the model in fp32")
         advice = f"{ALL_IN_FP32}: {self._birth.module} in fp32 is not enough, as other modules overflow too"
-        return Tried(Help("float32", advice, f'with castwise.autocast("{self._device}", enabled=False):'), "finite")
+        code = f'{OF_REGION}\nwith torch.autocast("{self._device}", enabled=False):'
+        return Tried(Help("float32", advice, code), "finite")
 
     def _diverged(self, run: _Run) -> Tried:
         times = f"{run.largest / (self._usual or 1.0):.2g} times as large as in recent steps"
