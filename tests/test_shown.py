@@ -103,7 +103,7 @@ def test_the_representation_is_one_short_line(name: str, results: dict[str, Any]
 
 def test_representations_name_what_was_found(results: dict[str, Any]) -> None:
     assert repr(results["Verdict"]) == "Verdict(1 warning, 1 note)"
-    assert repr(results["Diagnosis"]).startswith("Diagnosis(forward: the model itself: aten.to gives inf (loss ")
+    assert repr(results["Diagnosis"]).startswith("Diagnosis(forward: the model's own code: aten.to gives inf (loss ")
     assert repr(results["CheckResult"]).startswith("CheckResult(identical: ")
     assert repr(results["Checkup"]).startswith("Checkup(recommended: cpu ")
     assert repr(results["explain"]) == "<text of 6 lines, which print() shows>"

@@ -261,8 +261,9 @@ dist.destroy_process_group()
 def test_the_sample_is_named_under_ddp_and_fsdp2(wrapped: str, guard: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ZERO_SAMPLE.replace("WRAPPED", wrapped))
     on_ranks(2, ["-m", "castwise", "run", "--out", tmp_path / "out", *filter(None, [guard]), "train.py"], tmp_path)
-    text = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")], env={"COLUMNS": "500"}).stdout
-    assert "Step 10 on rank 1: In the forward, aten.div in the model itself gives nan" in text
+    printed = CliRunner().invoke(app, ["report", "--text", str(tmp_path / "out")]).stdout
+    text = " ".join(printed.split())
+    assert "Step 10 on rank 1: In the forward, aten.div gives nan, at " in text
     assert "ample 1 of the batch, dataset[37]" in text
     assert "ried on the batch of step 10: finite without sample 1" in text
     assert ("lost from step 10 on" in text) == (not guard)
@@ -400,7 +401,7 @@ def test_mistakes_are_reported_in_the_terminal_and_in_the_report(tmp_path: Path)
     assert run.stderr.count(warning) == 1
     during, _, after = run.stderr.partition(f"{last}\n")
     assert warning in during
-    counts, *_, mistake, edits, report = re.findall("^castwise: .*", after, re.MULTILINE)
+    counts, mistake, *_, edits, report = re.findall("^castwise: .*", after, re.MULTILINE)
     assert "; skipped: " in counts
     assert mistake.startswith(f"castwise: mistake: {script}:{line}: ")
     assert edits == f"castwise: castwise fix {tmp_path / 'out'} prints 1 edit of the script for this"
@@ -556,6 +557,26 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (
             ["python3.11", "train.py"],
             "leave out python3.11, because castwise runs the script itself: castwise run train.py",
+        ),
+        (
+            ["python", "-X", "dev", "-Werror", "train.py", "-W", "x"],
+            "itself: castwise run train.py -W x; with its options: python -X dev -Werror -m castwise run train.py",
+        ),
+        (
+            ["python", "-W", "error", "-m", "train"],
+            "itself: castwise run -m train; with its options: python -W error -m c",
+        ),
+        (
+            ["accelerate", "launch", "--num_processes", "2", "train.py", "--lr", "3"],
+            "castwise in each process: accelerate launch --num_processes 2 -m castwise run train.py --lr 3\n",
+        ),
+        (["bin/torchrun", "--module", "a.train"], "process: bin/torchrun -m castwise run -m a.train\n"),
+        (["accelerate"], "process: accelerate launch [options of accelerate] -m castwise run SCRIPT\n"),
+        (["deepspeed", "train.py"], "process: deepspeed --module castwise run train.py\n"),
+        (["srun", "-n", "2", "python", "train.py"], "process: srun -n 2 python -m castwise run train.py\n"),
+        (
+            ["-m", "torch.distributed.run", "--nnodes=1", "train.py"],
+            "process: python -m torch.distributed.run --nnodes=1 -m castwise run train.py\n",
         ),
         (["missing.py"], "cannot read missing.py: No such file or directory; give the path of a script, or -m"),
         (

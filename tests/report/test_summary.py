@@ -39,7 +39,7 @@ def diverging(folder: Path, mistakes: int = 0) -> Path:
 def test_six_lines_say_what_was_skipped_why_and_where_the_report_is(tmp_path: Path) -> None:
     summary = end([diverging(tmp_path, mistakes=4)], tmp_path / "report.html")
     assert summary is not None
-    steps, finding, *mistakes, report = summary.lines()
+    steps, *mistakes, finding, report = summary.lines()
     assert steps == "8 steps; skipped: 3 overflow"
     assert finding.startswith("critical: ")
     assert "diverge" in finding
@@ -52,6 +52,23 @@ def test_six_lines_say_what_was_skipped_why_and_where_the_report_is(tmp_path: Pa
     assert (tmp_path / "report.html").is_file()
 
 
+@pytest.mark.parametrize("is_diagnosed", [True, False])
+def test_of_the_same_severity_what_names_its_line_leads(tmp_path: Path, is_diagnosed: bool) -> None:
+    broken = {"kind": "invariant", "step": 1, "name": "never-updated", "text": "w stays.", "remedy": "Look at it."}
+    found = {"kind": "diagnosis", "step": 2, "cause": "non-finite loss", "phase": "forward", "module": "", "op": "div"}
+    found |= {"text": "div gives nan\n  at net.py:31: x / y", "summary": "It divides by 0.", "advice": "clamp it"}
+    steps = [recorded.step(1, 2.0), recorded.step(2, 2.0, "non-finite loss"), recorded.step(3, 1.0)]
+    records = [*steps, broken, *([found] if is_diagnosed else []), mistake(7)]
+    summary = Summary.of([Run.read(recorded.write(tmp_path, *records))])
+    lines = [re.match(r"mistake|warning: w stays|warning: The loss was inf", line) for line in summary.lines()[1:]]
+    kinds = [line and line[0] for line in lines]
+    if is_diagnosed:
+        assert kinds == ["warning: The loss was inf", "mistake", "warning: w stays"]
+        assert "It divides by 0" in summary.lines()[1]
+    else:
+        assert kinds == ["mistake", "warning: w stays"]
+
+
 def test_lines_are_wrapped_to_the_width_and_indented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = Summary.of([Run.read(diverging(tmp_path, mistakes=1))])
     monkeypatch.setenv("COLUMNS", "10000")
@@ -60,7 +77,7 @@ def test_lines_are_wrapped_to_the_width_and_indented(tmp_path: Path, monkeypatch
     for columns, width in (("60", 60), ("", 120)):  # in a pipe
         monkeypatch.setenv("COLUMNS", columns)
         printed = [f"castwise: {line}" for line in summary.lines()]
-        _, finding, _ = printed
+        _, _, finding = printed
         first, *others = finding.splitlines()
         assert others
         assert all(len(line) <= width for line in (first, *others))

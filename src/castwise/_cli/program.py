@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import runpy
+import shlex
 import sys
 import types
 from importlib.machinery import SourceFileLoader
@@ -24,6 +25,16 @@ _KNOWN = {
 _REACHING = {"__builtins__", "__dict__", "__import__", "__loader__", "__spec__", "fork", "forkpty", "modules"}
 _NAMES_REACHING = _REACHING | {"compile", "eval", "exec", "getattr", "globals", "locals", "vars"}
 
+_PYTHONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
+_AS_MODULE = "-m castwise run"
+_LAUNCHERS = {
+    **dict.fromkeys(("accelerate", "accelerate-launch", "torchrun"), _AS_MODULE),
+    "deepspeed": "--module castwise run",
+    **dict.fromkeys(("mpiexec", "mpirun", "srun"), f"python {_AS_MODULE}"),
+}
+"""What follows the options of a launcher, which would otherwise start processes without castwise."""
+_LAUNCHING_MODULES = {"accelerate.commands.launch", "torch.distributed.launch", "torch.distributed.run"}
+
 
 class Program:
     """A script and its arguments.
@@ -40,13 +51,15 @@ class Program:
     def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
         self.name, self.arguments, self.is_module = name, arguments, is_module
         if is_module:
+            if name in _LAUNCHING_MODULES:
+                raise UserError(_started_by(f"python -m {name}", arguments))
             _check_module(name)
             return
         path = Path(name)
         if arguments and re.fullmatch(r"python[\d.]*(\.exe)?", path.name):
-            rest = arguments[1:] if arguments[0] == "-u" else arguments
-            again = f"castwise run {' '.join(rest)}"
-            raise UserError(f"leave out {path}, because castwise runs the script itself: {again}")
+            raise UserError(_without_python(name, arguments))
+        if path.name in _LAUNCHERS:
+            raise UserError(_started_by(name, arguments))
         try:
             if path.is_dir() and (path / "__main__.py").is_file():
                 path = path / "__main__.py"
@@ -82,9 +95,31 @@ class Program:
         exec(self._code, main.__dict__)
 
 
+def _without_python(python: str, arguments: list[str]) -> str:
+    """Return what to run instead of `python [options] SCRIPT`."""
+    first = 0
+    while first < len(arguments) and arguments[first].startswith("-") and arguments[first] not in ("-c", "-m", "-"):
+        first += 2 if arguments[first] in _PYTHONS_WITH_VALUE else 1
+    options, rest = shlex.join(arguments[:first]), shlex.join(arguments[first:])
+    keep = f"; with its options: {python} {options} -m castwise run {rest}" if options not in ("", "-u") else ""
+    return f"leave out {python}, because castwise runs the script itself: castwise run {rest}{keep}"
+
+
+def _started_by(launcher: str, arguments: list[str]) -> str:
+    """Return how a launcher starts castwise in each process."""
+    name = Path(launcher).name
+    scripts = (place for place, given in enumerate(arguments) if given.endswith(".py") or given in ("-m", "--module"))
+    first = next(scripts, None)
+    if first is None:
+        options, rest = ["launch"] if name == "accelerate" else [], f"[options of {name}] {{}} SCRIPT"
+    else:
+        script = ["-m" if given == "--module" else given for given in arguments[first:]]
+        options, rest = [given for given in arguments[:first] if given != "python"], f"{{}} {shlex.join(script)}"
+    command = " ".join([launcher, *map(shlex.quote, options), rest.format(_LAUNCHERS.get(name, _AS_MODULE))])
+    return f"let {name} start castwise in each process: {command}"
+
+
 def _unreadable(path: Path, why: str | None) -> str:
-    if path.name == "torchrun":
-        return "let torchrun start castwise: torchrun [options of torchrun] -m castwise run SCRIPT"
     return f"cannot read {path}: {why}; give the path of a script, or -m and the name of a module"
 
 

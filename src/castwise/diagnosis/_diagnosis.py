@@ -192,9 +192,7 @@ class Diagnosis(Shown):
             what = self._what()
         else:
             reached = f", which reaches the gradient of {self.parameter}" if self.parameter else ""
-            where = f"module {self.module}" if self.module else _where(self.module, self.in_loss)
-            inside = "" if self.phase == "loss" and self.in_loss else f" in {where}"
-            what = f"in the {self.phase}, {self._op()}{inside} {self._gives()}{reached}"
+            what = f"in the {self.phase}, {self._op()}{self._inside()} {self._gives()}{reached}"
         at = f", at {self.line}" if self.line else ""
         return f"{what[:1].upper()}{what[1:]}{at}{self._weights()}."
 
@@ -240,6 +238,13 @@ class Diagnosis(Shown):
             return f"{self.value or 'a non-finite value'} of unknown origin{reached}"
         return f"{_where(self.module, self.in_loss)}: {self._op()} {self._gives()}{reached}"
 
+    def _inside(self) -> str:
+        """Return where the op is called, for the summary; "" if its phase or its line says that."""
+        if self.module:
+            return f" in module {self.module}"
+        is_said = self.in_loss if self.phase == "loss" else self.phase == "forward" and bool(self.line)
+        return "" if is_said else f" in {_where(self.module, self.in_loss)}"
+
     def _op(self) -> str:
         if not self.gradient_of:
             return self.op
@@ -248,7 +253,7 @@ class Diagnosis(Shown):
 
 
 def _where(module: str, in_loss: bool) -> str:
-    return module or ("the loss function" if in_loss else "the model itself")
+    return module or ("the loss function" if in_loss else "the model's own code")
 
 
 def diagnose(

@@ -19,7 +19,7 @@ from castwise._width import width_of
 from castwise.monitor._recorded_run import Run, distinct_mistakes
 from castwise.monitor._records import MistakeRecord
 from castwise.monitor._run_files import read_runs
-from castwise.report._advice import SEVERITIES, Advice, Measured
+from castwise.report._advice import Advice, Measured
 from castwise.report._html_report import labels, write_report
 from castwise.report._run_facts import RunFacts
 from castwise.report._verdicts import Verdict, judge
@@ -63,10 +63,9 @@ class Summary:
 
     @property
     def first_finding(self) -> Advice | None:
-        """The most severe piece of advice for any of the runs; of runs that need nothing, the first one's first."""
+        """The first piece of advice for the runs, by `order`; of runs that need nothing, that of the first run."""
         pieces = [piece for verdict in self.verdicts for piece in verdict]
-        note = SEVERITIES.index("note")
-        return min(pieces, key=lambda piece: min(note, SEVERITIES.index(piece.severity)), default=None)
+        return min(pieces, key=lambda piece: piece.order, default=None)
 
     @property
     def _names(self) -> list[str]:
@@ -74,6 +73,8 @@ class Summary:
 
     def lines(self) -> list[str]:
         """Return lines with steps, skips, the first finding, mistakes, notes, and the path of the report.
+
+        Mistakes come before a finding that does not name its origin.
 
         Lines are wrapped to the width of standard error, less the "castwise: " that is printed before each. Each part
         of a diagnosis begins on a line of its own.
@@ -86,20 +87,24 @@ class Summary:
         of_taken = f", {taken:,} of them taken with inf or NaN" if taken else ""
         of_lost = f"; {several(lost, 'record')} lost, because the disk was full" if lost else ""
         lines = [f"{several(len(steps), 'step')}{of_taken}; skipped: {skipped}{of_lost}"] if self.runs else []
-        first = self.first_finding
+        first, finding = self.first_finding, list[str]()
         if first is not None:
             whose = next(name for name, verdict in zip(self._names, self.verdicts, strict=True) if first in verdict)
             parts = [f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.finding}"]
-            lines.append("\n".join([*parts, *_diagnosed(first), *filter(None, [first.prevention])]))
-        lines += self._broken_invariants(first)
-        for mistake in self.mistakes[:_MISTAKES_SHOWN]:
-            lines.append(f"mistake: {mistake.where}{mistake.text}")
-        if len(self.mistakes) > _MISTAKES_SHOWN:
-            lines.append(f"more mistakes: {len(self.mistakes) - _MISTAKES_SHOWN}")
+            finding = ["\n".join([*parts, *_diagnosed(first), *filter(None, [first.prevention])])]
+        mistakes, broken = self._mistakes(), self._broken_invariants(first)
+        leads = first is not None and first.names_origin
+        lines += [*finding, *mistakes, *broken] if leads else [*mistakes, *finding, *broken]
         lines = [_wrapped(_seen_from_here(line)) for line in [*lines, *self.notes]]
         if self.report is not None:
             lines.append(f"report: {self.report}")
         return lines
+
+    def _mistakes(self) -> list[str]:
+        """Return a line for each of the first few mistakes."""
+        lines = [f"mistake: {mistake.where}{mistake.text}" for mistake in self.mistakes]
+        more = len(lines) - _MISTAKES_SHOWN
+        return lines[:_MISTAKES_SHOWN] + ([f"more mistakes: {more}"] if more > 0 else [])
 
     def _broken_invariants(self, shown: Advice | None) -> list[str]:
         """Return a line for each of the first few warnings of invariants but the one that is shown already."""

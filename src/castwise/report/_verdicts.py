@@ -51,7 +51,8 @@ class Verdict(Shown):
     """The advice for a run, most severe first, as a sequence; prints as one line per piece of advice.
 
     Args:
-        advice: In order of severity. If nothing is to be fixed, that comes first.
+        advice: In order of severity; of the same severity, what names the line or module at fault comes first. If
+            nothing is to be fixed, that comes first.
     """
 
     advice: tuple[Advice, ...]
@@ -122,7 +123,7 @@ def judge(facts: RunFacts) -> Verdict:
         in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
         advice += range_advice.bf16_weights(facts)
         advice += range_advice.scale_fit(facts, in_trouble)
-    advice.sort(key=lambda piece: SEVERITIES.index(piece.severity))
+    advice.sort(key=lambda piece: (SEVERITIES.index(piece.severity), piece.order))
     if all(piece.severity in ("note", "good") for piece in advice):
         advice = [*fault_advice.nothing_to_fix(facts), *advice]
     return Verdict(tuple(advice))
