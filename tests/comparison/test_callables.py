@@ -103,6 +103,13 @@ def test_any_callable_is_called_instead_of_the_model(model: nn.Module, batches: 
     assert [*drift.policies] == ["eager", "scaled"]
     assert drift["scaled"].alone == ()
     assert drift["scaled"].summary.relative_loss_error > 10 * drift["eager"].summary.relative_loss_error
+    errors = drift["scaled"].summary.output_errors, drift["eager"].summary.output_errors
+    assert errors[0] is not None
+    assert errors[1] is not None
+    assert errors[0].relative_rms == pytest.approx(0.01)
+    assert 0 < errors[1].relative_rms < 1e-6
+    head, *rows = drift.summary_rows()
+    assert [row[head.index("output error")] for row in rows] == [f"{errors[1].relative_rms:.2e}", "1.00e-02"]
 
 
 def test_callables_and_policies_are_compared_with_one_reference(model: nn.Module, batches: Any, tmp_path: Path) -> None:
@@ -116,6 +123,7 @@ def test_callables_and_policies_are_compared_with_one_reference(model: nn.Module
     text = Page(drift.report(tmp_path / "drift.html")).text
     assert text.count("eager and same are closest to float64\n") == 2  # title and heading
     assert "eager and same run without hooks inside, so there is no column for them." in text
+    assert text.count("outputs off by under 0.0001%") == 2
     for policy_drift in drift:
         assert f"{policy_drift.name} changes the loss by{policy_drift.summary.loss_error:.2g}" in text
     assert castwise.compare(model, batches, {"bf16": castwise.policies.bf16}, loss=LOSS).reference == "float32"
@@ -126,6 +134,8 @@ def test_losses_of_ones_own_are_called_with_the_callable(model: nn.Module, batch
         model, batches, {"half": lambda x: model(x) / 2}, forward=lambda call, batch: LOSS(call(batch[0]), batch[1])
     )
     assert drift["half"].summary.loss != drift["eager"].summary.loss
+    assert drift["half"].summary.output_errors is None
+    assert "output error" not in drift.summary_rows()[0]
 
 
 def test_a_callable_that_fails_is_noted(model: nn.Module, batches: Any) -> None:

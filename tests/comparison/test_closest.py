@@ -6,20 +6,25 @@ import json
 import math
 
 import pytest
+import torch
+from torch import nn
 
+import castwise
 from castwise.comparison import Drift, Errors, PolicyDrift, Summary
 from castwise.comparison._closest import closest
 
 
 def of_errors(reference: str = "float32", **errors: tuple[float, float | None]) -> Drift:
-    """A comparison of policies by their errors of the loss and of the gradients."""
+    """A comparison of policies, and of the reference's noise, by their errors of the loss and of the gradients."""
 
     def drift(name: str, loss: float, gradient: float | None) -> PolicyDrift:
         gradients = None if gradient is None else Errors(gradient, 0.0, 1.0, 0.0, 0.0)
         summary = Summary(loss + 2.5, 2.5, loss / 2.5, None, None, gradients, 1.0, None, loss_error=loss)
         return PolicyDrift(name, None, summary, (), "cannot be run" if math.isnan(loss) else "")
 
-    return Drift({name: drift(name, *pair) for name, pair in errors.items()}, reference, 4)
+    policies = {name: drift(name, *pair) for name, pair in errors.items()}
+    noise = policies.pop("noise", None)
+    return Drift(policies, reference, 4, noise)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +37,23 @@ def of_errors(reference: str = "float32", **errors: tuple[float, float | None]) 
         ),
         (
             of_errors("float64", bf16=(2.7e-5, None), eager=(1e-7, None), compiled=(1.1e-7, None)),
-            "eager and compiled are closest to float64: their losses are off by 1e-07 to 1.1e-07 of 2.5; bf16, the "
+            "eager and compiled are closest to float64: their losses are off by less than 3e-07 of 2.5; bf16, the "
             "next, is off by 2.7e-05.",
+        ),
+        (  # the loss, a number of fp32 near 2.5, has steps of 2.4e-07
+            of_errors("float64", eager=(0.0, 3e-8), compiled=(2.4e-7, 5e-8)),
+            "eager and compiled are as close as each other to float64: their losses are off by less than 3e-07 of 2.5 "
+            "and their gradients by under 0.0001%.",
+        ),
+        (
+            of_errors("float64", eager=(2e-7, None), compiled=(6e-7, None)),
+            "eager is closest to float64: its loss is off by less than 3e-07 of 2.5; compiled, the next, is off by "
+            "6e-07.",
+        ),
+        (
+            of_errors("float64", noise=(5e-7, None), eager=(2e-7, None), compiled=(6e-7, None)),
+            "eager and compiled are as close as each other to float64: their losses are off by less than 3e-07 to "
+            "6e-07 of 2.5.",
         ),
         (
             of_errors("policy", a=(1e-4, 0.02), b=(3e-4, 0.01)),
@@ -42,7 +62,8 @@ def of_errors(reference: str = "float32", **errors: tuple[float, float | None]) 
         ),
         (
             of_errors(a=(0.0, 0.0), b=(0.0, 0.0)),
-            "a and b are equally close to float32: their losses are off by 0 of 2.5 and their gradients by 0%.",
+            "a and b are as close as each other to float32: their losses are off by less than 3e-07 of 2.5 and their "
+            "gradients by 0%.",
         ),
         (of_errors(a=(1e-4, 0.02), broken=(math.nan, None)), ""),
     ],
@@ -53,3 +74,19 @@ def test_the_closest_policy_is_said_with_its_error_in_units_of_the_loss(drift: D
     assert expected in drift._repr_html_()
     assert not expected or expected in str(drift).splitlines()
     assert closest(drift)[0] == expected.partition(":")[0]
+
+
+def test_a_policy_that_is_the_reference_is_no_candidate() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    batches = [(torch.randn(5, 8), torch.randn(5, 4))]
+    policies = {"fp32": castwise.Policy("float32"), "bf16": castwise.policies.bf16, "fp16": castwise.policies.fp16}
+    several = castwise.compare(model, batches, policies, loss=nn.functional.mse_loss).result()
+    assert several.startswith("fp16 is closest to float32: its loss is off by ")
+    assert several.endswith("; fp32 computes the same as float32.")
+    one = castwise.compare(model, batches, {**policies, "fp16": policies["fp32"]}, loss=nn.functional.mse_loss)
+    assert one.result().startswith("bf16 changes the loss by ")
+    assert one.result().endswith("; fp32 and fp16 compute the same as float32.")
+    same = castwise.compare(model, batches, {"a": policies["fp32"], "b": policies["fp32"]}, loss=nn.functional.mse_loss)
+    assert same.result() == "a and b compute the same as float32: losses and gradients are equal."
+    assert same["a"].summary.output_errors == same["a"][""].total

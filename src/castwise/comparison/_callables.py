@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from castwise._torch_private import compiler_of, tree_leaves
-from castwise.comparison._errors import Errors, ErrorSums
+from castwise.comparison._errors import FP32_EPS, Errors, ErrorSums
 from castwise.comparison._objective import Objective, Progress, first_line, fresh, is_out_of_memory
 from castwise.comparison._precisions import Precision
 from castwise.comparison._starting_point import StartingPoint
@@ -104,7 +104,7 @@ def _alone(tap: Tap, call: _Call, compiler: Callable[[Any], Any], device: str, s
         start.restore()
         args, kwargs = call.fresh(precision)
         with precision.weights(tap.module), precision.region(), torch.no_grad(), as_it_runs(module):
-            return [leaf for leaf in tree_leaves(module(*args, **kwargs)) if _is_compared(leaf)]
+            return [leaf for leaf in tree_leaves(module(*args, **kwargs)) if is_compared(leaf)]
 
     try:
         expected = outputs(tap.module, reference)
@@ -134,7 +134,8 @@ def _of_its_own(module: nn.Module, name: str) -> Callable[..., Any]:
     return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
-def _is_compared(leaf: Any) -> bool:
+def is_compared(leaf: Any) -> bool:
+    """Return True for a tensor of numbers in memory, whose errors can be computed."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.layout is torch.strided
 
 
@@ -150,7 +151,7 @@ def which_is_closer(name: str, own: Errors | None, eager: Errors | None) -> Iter
     if own is None or eager is None or not eager.relative_rms:
         return
     ratio = own.relative_rms / eager.relative_rms
-    if 0.8 < ratio < 1.25:
+    if 0.8 < ratio < 1.25 or max(own.relative_rms, eager.relative_rms) < FP32_EPS:
         yield f"{name}: its gradients are as close to the reference as those of the eager model"
         return
     which = f"{'closer to' if ratio < 1.0 else 'farther from'} the reference than"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from castwise._number_text import joined, percent
+from castwise.comparison._errors import FP32_EPS
 
 if TYPE_CHECKING:
     from castwise.comparison._drift import Drift, PolicyDrift
@@ -18,39 +19,72 @@ _SAME = 1.2
 def closest(drift: Drift) -> tuple[str, str]:
     """Return which policies are closest to the reference by their losses, and why; ("", "") for fewer than two.
 
-    The reason is in units of the loss, with the errors of the gradients if they are known.
+    The reason is in units of the loss, with the errors of the gradients if they are known. A policy that computes what
+    the reference computes, such as float32 beside it, is no candidate.
     """
     known = [each for each in drift if not each.failure and math.isfinite(each.summary.loss_error)]
-    if len(known) < 2:
+    same = [each.name for each in known if _is_reference(each)]
+    known = sorted((each for each in known if each.name not in same), key=lambda each: each.summary.loss_error)
+    if len(known) + len(same) < 2:
         return "", ""
-    known.sort(key=lambda each: each.summary.loss_error)
-    best = [each for each in known if each.summary.loss_error <= _SAME * known[0].summary.loss_error]
+    compute = "computes" if len(same) == 1 else "compute"
+    apart = f"{joined(same)} {compute} the same as {_reference(drift)}" if same else ""
+    if not known:
+        return apart, "losses and gradients are equal."
+    loss = f"{known[0].summary.reference_loss:.4g}"
+    if len(known) == 1:
+        title = f"{known[0].name} changes the loss by {_losses(known)} of {loss}"
+        return title, f"{_gradients(known, 'its gradients are off by ', '; ')}{apart}."
+    limit = _limit(drift, known[0].summary.loss_error)
+    best = [each for each in known if each.summary.loss_error <= limit]
     others = known[len(best) :]
     is_one = len(best) == 1
-    how = "is closest" if is_one else "are closest" if others else "are equally close"
+    how = "is closest" if is_one else "are closest" if others else "are as close as each other"
     title = f"{joined([each.name for each in best])} {how} to {_reference(drift)}"
-    losses = f"{'its loss is' if is_one else 'their losses are'} off by {_losses(best)} of "
-    reason = f"{losses}{best[0].summary.reference_loss:.4g}{_gradients(best, 'its ' if is_one else 'their ')}"
+    subject, whose = ("its loss is", "its") if is_one else ("their losses are", "their")
+    reason = f"{subject} off by {_losses(best)} of {loss}{_gradients(best, f' and {whose} gradients by ')}"
     if others:
-        reason += f"; {others[0].name}, the next, is off by {_losses(others[:1])}{_gradients(others[:1])}"
-    return title, f"{reason}{_other_order(best, others)}."
+        next_one = others[:1]
+        reason += f"; {others[0].name}, the next, is off by {_losses(next_one)}{_gradients(next_one, ' and ')}"
+    return title, f"{reason}{_other_order(best, others)}{f'; {apart}' if apart else ''}."
+
+
+def _is_reference(drift: PolicyDrift) -> bool:
+    """Return True if all numbers of a policy are known to be those of the reference."""
+    outputs = drift.summary.output_errors
+    return outputs is not None and not (outputs.relative_rms or drift.summary.loss_error or gradient_error(drift))
 
 
 def _reference(drift: Drift) -> str:
     return "the reference policy" if drift.reference == "policy" else drift.reference
 
 
+def _limit(drift: Drift, error: float) -> float:
+    """Return the largest error of a loss that cannot be told from the smallest one."""
+    noise = math.nan if drift.noise is None else drift.noise.summary.loss_error
+    resolution = max(_resolution(next(iter(drift))), noise if math.isfinite(noise) else 0.0)
+    return max(_SAME * error, error + resolution)
+
+
+def _resolution(drift: PolicyDrift) -> float:
+    """Return the distance between losses in fp32, in which they are computed."""
+    return FP32_EPS * abs(drift.summary.reference_loss)
+
+
 def _losses(policies: Sequence[PolicyDrift]) -> str:
+    least = _resolution(policies[0])
     errors = (policies[0].summary.loss_error, policies[-1].summary.loss_error)
-    return " to ".join(dict.fromkeys(f"{error:.2g}" for error in errors))
+    texts = (f"less than {least:.1g}" if error < least else f"{error:.2g}" for error in errors)
+    return " to ".join(dict.fromkeys(texts))
 
 
-def _gradients(policies: Sequence[PolicyDrift], whose: str = "") -> str:
+def _gradients(policies: Sequence[PolicyDrift], before: str, after: str = "") -> str:
+    """Return the errors of the gradients between two texts; "" if they are not known."""
     errors = _gradient_errors(policies)
     if not errors:
         return ""
     ends = " to ".join(dict.fromkeys(map(percent, (min(errors.values()), max(errors.values())))))
-    return f" and {whose}gradients by {ends}" if whose else f" and {ends}"
+    return f"{before}{ends}{after}"
 
 
 def _other_order(best: Sequence[PolicyDrift], others: Sequence[PolicyDrift]) -> str:

@@ -85,6 +85,7 @@ class Summary:
         loss_scale: The scale of the loss in the backward; 1 unless the policy computes in fp16.
         log_probs: Drift of the log-probabilities of the target tokens; None if the outputs are not logits.
         loss_error: Mean over the batches of `|loss - reference loss|`, in units of the loss.
+        output_errors: Errors of the model's outputs; None if they are not known, as with a `forward`.
     """
 
     loss: float
@@ -96,6 +97,7 @@ class Summary:
     loss_scale: float
     log_probs: LogProbDrift | None
     loss_error: float = math.nan
+    output_errors: Errors | None = None
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,9 @@ class Drift(Shown):
     def summary_rows(self) -> list[tuple[str, ...]]:
         """Return the rows of the summary table as text, header first: one per policy, and one for the noise."""
         header = ("policy", "loss", "relative error", "gradient cosine", "norm ratio")
+        # Of policies, the table of modules has it too: the root's introduced and carried errors.
+        has_outputs = any(policy.summary.output_errors is not None for policy in self if not policy.modules)
+        header = (*header, *(("output error",) if has_outputs else ()))
         log_probs = ("mean |log ratio|", "largest", "KL k1", "KL k3", "outside band")
         policies = [*self, *([self.noise] if self.noise is not None else [])]
         has_tokens = any(policy.summary.log_probs is not None for policy in policies)
@@ -270,6 +275,7 @@ class Drift(Shown):
             row = [policy.name, f"{summary.loss:.6g}", _number(summary.relative_loss_error)]
             cosine, ratio = summary.gradient_cosine, summary.gradient_norm_ratio
             row += ["" if cosine is None else f"{cosine:.6f}", "" if ratio is None else f"{ratio:.4f}"]
+            row += [_relative(summary.output_errors)] if has_outputs else []
             tokens = summary.log_probs
             if has_tokens and tokens is not None:
                 row += map(_number, (tokens.mean_difference, tokens.largest_difference, tokens.kl_k1, tokens.kl_k3))

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from castwise.comparison._drift import ModuleDrift, PolicyDrift
 
-# Colours from the least to the largest value. They span at least two powers of ten, so that values which are nearly
-# equal look so, and at most five, so that a tiny one does not take all contrast from the others.
+# Colours from the least to the largest value. They span at least a factor of four, so that values which are nearly
+# equal look so, and no more than formats differ by, so that a tiny value, such as that of a module in fp32, does not
+# take all contrast from the others. Under one policy, modules differ less.
 STEPS = 8
-_LEAST_RANGE, _LARGEST_RANGE = 1e2, 1e5
+_LEAST_RANGE, _LARGEST_RANGE, _LARGEST_OF_ONE = 4.0, 1e3, 10.0
 MEASURES = {"introduced": "Error introduced", "shift": "Loss shift"}
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -114,7 +115,8 @@ def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str], batches
         for key in MEASURES
     }
     known = {key: grid for key, grid in values.items() if any(value is not None for row in grid for value in row)}
-    scales = {key: _Scale.of(value for row in grid for value in row) for key, grid in known.items()}
+    largest = _LARGEST_OF_ONE if len(columns) == 1 else _LARGEST_RANGE
+    scales = {key: _Scale.of((value for row in grid for value in row), largest) for key, grid in known.items()}
     ranks = {key: _ranks(grid) for key, grid in known.items()}
     rows = [
         Row(
@@ -159,23 +161,32 @@ def abbreviated(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """A logarithmic scale of colours; both ends are 0 if there is nothing to colour."""
+    """A logarithmic scale of colours; both ends are 0 if there is nothing to colour.
+
+    Args:
+        lowest: Where the first colour begins.
+        highest: Where the last colour ends.
+        is_cut: Whether smaller values have the first colour too.
+    """
 
     lowest: float
     highest: float
+    is_cut: bool
 
     @classmethod
-    def of(cls, values: Iterable[float | None]) -> _Scale:
-        """Return the scale of some values."""
+    def of(cls, values: Iterable[float | None], largest: float) -> _Scale:
+        """Return the scale of some values, whose ends differ at most by a factor."""
         drawn = [value for value in values if value is not None and 0 < value < math.inf]
         if not drawn:
-            return cls(0.0, 0.0)
+            return cls(0.0, 0.0, False)
         highest = max(drawn)
-        return cls(min(max(min(drawn), highest / _LARGEST_RANGE), highest / _LEAST_RANGE), highest)
+        lowest = min(max(min(drawn), highest / largest), highest / _LEAST_RANGE)
+        return cls(lowest, highest, min(drawn) < lowest)
 
     @property
     def ends(self) -> tuple[str, str]:
-        return f"{self.lowest:.1e}", f"{self.highest:.1e}"
+        sign = "\N{LESS-THAN OR EQUAL TO} " if self.is_cut else ""
+        return f"{sign}{self.lowest:.1e}", f"{self.highest:.1e}"
 
     def look_of(self, value: float | None) -> Value:
         """Return a value with its colour."""

@@ -13,6 +13,7 @@ from castwise._number_text import joined, percent
 from castwise._shown import as_html
 from castwise.comparison._closest import closest, gradient_error
 from castwise.comparison._drift_map import STEPS, abbreviated, heat_map, returns_other, shift_of_a_batch
+from castwise.comparison._errors import FP32_EPS
 from castwise.report import _page as pages
 from castwise.report._plotly_script import packed, script_hash
 
@@ -106,6 +107,8 @@ def _result(drift: PolicyDrift, batches: int) -> tuple[str, str, str]:
     words = [f"{percent(drift.summary.relative_loss_error)} of the loss"]
     gradients = gradient_error(drift)
     words += [] if gradients is None else [f"gradients off by {percent(gradients)}"]
+    outputs = drift.summary.output_errors
+    words += [] if outputs is None or drift.modules else [f"outputs off by {percent(outputs.relative_rms)}"]
     worst = _by_shift(drift, batches)[:1]
     if worst and shift_of_a_batch(worst[0], batches):
         words.append(f"worst module: {worst[0].name or '(root)'}")
@@ -134,7 +137,7 @@ def _worst_alone(drift: PolicyDrift) -> str:
     if not known:
         return ""
     growth, name = max(known)
-    if growth <= _NO_GROWTH:
+    if growth <= _NO_GROWTH or all(each.compiled.relative_rms < FP32_EPS for each in drift.alone if each.compiled):
         return "modules compiled by themselves are as close as eager"
     return f"worst compiled by itself: {name}, {growth:.3g} times the error of eager"
 

@@ -12,6 +12,8 @@ import torch
 _CHUNK = 2**17
 # Sums of squares below this may have lost small terms to underflow in fp32.
 _SMALL = 1e-30
+FP32_EPS = 2.0**-23
+"""Relative errors below it are those of any number in fp32."""
 
 
 @dataclass(frozen=True)

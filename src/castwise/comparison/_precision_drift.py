@@ -14,12 +14,18 @@ from torch import nn
 from castwise._notebook import notebook_progress
 from castwise._recipes.recipe import RECIPES, labelled
 from castwise._suggestions import listed, nearest
-from castwise._torch_private import is_compiled, is_fsdp_flattened, no_post_accumulate_hooks, wraps_compiled
+from castwise._torch_private import (
+    is_compiled,
+    is_fsdp_flattened,
+    no_post_accumulate_hooks,
+    tree_leaves,
+    wraps_compiled,
+)
 from castwise.amp._devices import has_autocast
 from castwise.amp._emulation import SETTLED, is_native_here
 from castwise.amp.autocast_mode import autocast
 from castwise.comparison._call_again import forgetting_graph
-from castwise.comparison._callables import EAGER, ModuleAlone, as_it_runs, modules_alone, which_is_closer
+from castwise.comparison._callables import EAGER, ModuleAlone, as_it_runs, is_compared, modules_alone, which_is_closer
 from castwise.comparison._drift import Drift, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison._errors import ErrorSums, local, real
 from castwise.comparison._interrupts import Interrupts
@@ -184,6 +190,7 @@ class _Variant:
     log_probs: LogProbSums
     losses: list[float] = field(default_factory=list)
     gradients: ErrorSums = field(default_factory=ErrorSums)
+    outputs: ErrorSums = field(default_factory=ErrorSums)  # of a callable; modules have their own sums
     loss_scale: float = math.inf  # the smallest that a batch needed
     vary: str | None = None
     problem: str = ""
@@ -251,7 +258,15 @@ class Comparison:
             steps, reference_losses = len(checked) * len(variants), []
             for number, batch in enumerate(checked):
                 with watch:
-                    one = _OneBatch(self._objective, watch, self.device, reference, batch, self._with_gradients)
+                    one = _OneBatch(
+                        self._objective,
+                        watch,
+                        self.device,
+                        reference,
+                        batch,
+                        gradients=self._with_gradients,
+                        keeps_outputs=any(variant.call is not None for variant in variants),
+                    )
                     reference_losses.append(one.run_reference(number, self._vary))
                     for index, variant in enumerate(variants):
                         if progress is not None:
@@ -377,6 +392,7 @@ class Comparison:
             loss_scale=variant.loss_scale if math.isfinite(variant.loss_scale) else 1.0,
             log_probs=variant.log_probs.drift(),
             loss_error=mean([_loss_error(loss, expected) for loss, expected in pairs]),
+            output_errors=next((module.total for module in modules if not module.name), variant.outputs.errors()),
         )
         modules.sort(
             key=lambda module: (-math.inf if module.effect is None else module.effect, -module.place), reverse=True
@@ -421,10 +437,18 @@ class _OneBatch:
     """The runs of one batch."""
 
     def __init__(
-        self, objective: Objective, watch: Watch, device: str, reference: Precision, batch: Any, gradients: bool
+        self,
+        objective: Objective,
+        watch: Watch,
+        device: str,
+        reference: Precision,
+        batch: Any,
+        *,
+        gradients: bool,
+        keeps_outputs: bool,
     ) -> None:
         self._objective, self._watch, self._device, self._reference = objective, watch, device, reference
-        self._batch, self._with_gradients = batch, gradients
+        self._batch, self._with_gradients, self._keeps_outputs = batch, gradients, keeps_outputs
         self._start = StartingPoint(objective.model)
         self._runs: list[tuple[_Variant, list[PolicyRun]]] = []
         self._gradients: list[torch.Tensor | None] = []
@@ -539,6 +563,10 @@ class _OneBatch:
             outputs, loss = objective(batch)
         variant.losses.append(float(loss.detach()))
         self._add_log_probs(variant, outputs)
+        found = _compared_outputs(outputs)
+        if [leaf.shape for leaf in found] == [leaf.shape for leaf in self._outputs]:
+            for expected, got in zip(self._outputs, found, strict=True):
+                variant.outputs.add(expected, got)
         if self._with_gradients and self._params and self._gradients and loss.requires_grad:
             for pair in zip(self._gradients, _gradients(loss, [*self._params]), strict=True):
                 if (comparable := _comparable(*pair, 1.0)) is not None:
@@ -615,7 +643,13 @@ class _OneBatch:
             outputs, self._loss = self._objective(batch)
         run.is_over = True
         self._log_probs = None if outputs is None else token_log_probs(outputs, self._batch[1])
+        self._outputs = _compared_outputs(outputs) if self._keeps_outputs else []
         return run
+
+
+def _compared_outputs(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors of numbers in a model's outputs, detached."""
+    return [local(leaf.detach()) for leaf in tree_leaves(outputs) if is_compared(leaf)]
 
 
 def nonfinite_error(objective: Objective, reference: Precision, batch: Any, number: int) -> NonfiniteReferenceError:
