@@ -88,6 +88,8 @@ CLASSES = ["Drift", "Tuned", "Trace", "RecordedDrift", "Verdict", "Advice", "Dia
 @pytest.mark.parametrize("name", [*CLASSES, "explain"])
 def test_a_notebook_shows_the_words_that_are_printed(name: str, results: dict[str, Any]) -> None:
     page = results[name]._repr_html_()
+    page, tables = re.subn(r'<div class="castwise-tiles".*?</div>', "", page)
+    assert tables == (name in ("Drift", "Tuned"))
     assert words(of_html(page)) == words(str(results[name]))
     assert "<script" not in page
     assert len(page) < 20_000
@@ -121,6 +123,20 @@ def test_a_clean_diagnosis_is_one_line() -> None:
         found = castwise.diagnose(nn.Linear(4, 2), lambda y: y.float().mean(), torch.ones(2, 4))
     assert repr(found) == f"Diagnosis({found})"
     assert words(of_html(found._repr_html_())) == words(str(found))
+
+
+def test_comparisons_are_a_picture_of_modules_and_formats_without_a_script(results: dict[str, Any]) -> None:
+    for name, formats in (("Drift", ["bf16"]), ("Tuned", list(results["Tuned"].drift.policies))):
+        [picture] = re.findall(r'<div class="castwise-tiles".*?</div>', results[name]._repr_html_())
+        rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in re.findall(r"<tr>(.*?)</tr>", picture)]
+        assert rows[0] == ["", *formats]
+        assert sorted(row[0] for row in rows[1:]) == ["(root)", "0", "1", "2"]
+        numbers = [float(number) for row in rows[1:] for number in row[1:]]
+        colours = re.findall(r"<td[^>]*background:rgba\(70,130,220,([\d.]+)\)", picture)
+        largest = [colour for number, colour in zip(numbers, colours, strict=True) if number == max(numbers)]
+        assert set(largest) == {"0.75"}
+    framed = re.findall(r"<td[^>]*outline[^>]*>", results["Tuned"]._repr_html_())
+    assert len(framed) == len(results["Tuned"].formats)
 
 
 def test_text_is_escaped_and_numbers_stand_on_the_right() -> None:

@@ -15,6 +15,8 @@ from castwise._text_table import aligned
 # Colours are those of the page, so that tables can be read on light and on dark ones.
 _CELL = "padding:2px 10px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
 
+_TILE = "padding:3px 10px;border:0;border-radius:3px;font-weight:normal;white-space:nowrap"
+
 
 class Table(NamedTuple):
     """A block with rows of text.
@@ -32,16 +34,47 @@ class Table(NamedTuple):
     more: str = ""
 
 
+class Tile(NamedTuple):
+    """A coloured number.
+
+    Args:
+        number: The number, as text.
+        shade: From 0 for no colour to 1; None for inf and NaN.
+        note: A few words behind the number.
+        is_chosen: Whether it has a frame.
+    """
+
+    number: str
+    shade: float | None
+    note: str = ""
+    is_chosen: bool = False
+
+
+class Tiles(NamedTuple):
+    """A picture of coloured numbers, in HTML alone: where it stands, the text has tables of them.
+
+    Args:
+        title: A line above it.
+        columns: Names of the columns.
+        rows: Name and tiles of each row.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Tile]]]
+
+
 class Code(str):
     """A block of code, or of other text whose spaces and line ends count."""
 
 
-Block = Table | Code | str
+Block = Table | Tiles | Code | str
 
 
 def as_text(blocks: Iterable[Block]) -> str:
     """Return blocks as text, with an empty line between two of them."""
-    return "\n\n".join(block if isinstance(block, str) else _text(block) for block in blocks)
+    texts = (block if isinstance(block, str) else _text(block) for block in blocks if not isinstance(block, Tiles))
+    return "\n\n".join(texts)
 
 
 def as_html(blocks: Iterable[Block]) -> str:
@@ -66,7 +99,29 @@ def _lines(text: str) -> str:
 def _html(block: Block) -> str:
     if isinstance(block, Code):
         return f'<pre style="margin:.5em 0;padding:0;background:none;color:inherit">{escape(block)}</pre>'
+    if isinstance(block, Tiles):
+        return _tiles(block)
     return _lines(block) if isinstance(block, str) else _table(block)
+
+
+def _tiles(tiles: Tiles) -> str:
+    head = "".join(f'<th style="{_TILE};text-align:right">{escape(name)}</th>' for name in tiles.columns)
+    name_style = f"{_TILE};padding-left:0;text-align:left"
+    rows = (f'<th style="{name_style}">{escape(name)}</th>{"".join(map(_tile, of))}' for name, of in tiles.rows)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return (
+        f'<div class="castwise-tiles">{_lines(tiles.title)}<table style="border-collapse:separate;border-spacing:2px">'
+        f"<thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _tile(tile: Tile) -> str:
+    # Blue for numbers, which lets the text of light and dark pages be read, and red for what is not finite.
+    colour = "220,60,60,.45" if tile.shade is None else f"70,130,220,{0.75 * tile.shade:.2f}"
+    frame = ";outline:2px solid" if tile.is_chosen else ""
+    note = f" <small>{escape(tile.note)}</small>" if tile.note else ""
+    style = f"{_TILE};text-align:right;background:rgba({colour}){frame}"
+    return f'<td style="{style}">{escape(tile.number)}{note}</td>'
 
 
 def _table(table: Table) -> str:

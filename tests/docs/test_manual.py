@@ -115,6 +115,7 @@ def test_the_notebook_is_a_page_with_its_outputs(built: Path) -> None:
     tables = ["".join(output["data"]["text/html"]) for cell in cells for output in cell["outputs"] if "data" in output]
     assert len(tables) == 7
     assert all(table in page for table in tables)
+    assert page.count('<div class="castwise-tiles">') == 2
     assert '<section id="find-a-nan-in-one-batch">' in page
 
 

@@ -15,6 +15,7 @@ from castwise._number_text import percent, several
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._callables import ModuleAlone
 from castwise.comparison._closest import closest
+from castwise.comparison._drift_map import tiles
 from castwise.comparison._errors import Errors
 from castwise.comparison._log_probs import LogProbDrift
 
@@ -228,6 +229,7 @@ class Drift(Shown):
         if result := self.result():
             yield result
         yield Table(self.summary_rows(), right=range(1, 20))
+        yield from tiles(self, {}, self.batches, SHOWN_MODULES)
         for policy_drift in self:
             if policy_drift.problem:  # listed in the notes
                 continue

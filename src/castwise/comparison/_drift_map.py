@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from castwise._number_text import several
+from castwise._shown import Tile, Tiles
 
 if TYPE_CHECKING:
     from castwise.comparison._drift import ModuleDrift, PolicyDrift
@@ -140,6 +143,29 @@ def heat_map(policies: Iterable[PolicyDrift], chosen: Mapping[str, str], batches
     measures = {key: title for key, title in MEASURES.items() if key in known}
     ranges = {key: scale.ends for key, scale in scales.items() if scale.highest}
     return HeatMap([(drift.name, abbreviated(_format(drift))) for drift in columns], measures, ranges, rows)
+
+
+def tiles(policies: Iterable[PolicyDrift], chosen: Mapping[str, str], batches: int, most: int) -> Iterator[Tiles]:
+    """Yield the heat map of the errors that modules introduce as a picture of a notebook, if there are errors.
+
+    Args:
+        policies, chosen, batches: See `heat_map`.
+        most: Largest number of rows.
+    """
+    heat = heat_map(policies, chosen, batches)
+    if heat is None or "introduced" not in heat.measures:
+        return
+    rows = [(row.name, [_tile(cell) for cell in row.cells]) for row in heat.rows[:most]]
+    more = f"; {several(len(heat.rows) - most, 'module')} with less are not shown" if len(heat.rows) > most else ""
+    framed = "; the chosen format is framed" if chosen else ""
+    yield Tiles(f"error that each module introduces{framed}{more}", [name for name, _ in heat.policies], rows)
+
+
+def _tile(cell: Cell) -> Tile:
+    value = cell.values["introduced"]
+    shades = {"bad": None, "none": 0.0}
+    shade = shades[value.look] if value.look in shades else int(value.look) / STEPS
+    return Tile(value.text, shade, cell.format, cell.is_chosen)
 
 
 def returns_other(module: ModuleDrift) -> str:

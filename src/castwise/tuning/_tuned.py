@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from castwise._frames import new_frame
 from castwise._shown import Block, Shown, Table
 from castwise.comparison._drift import SHOWN_MODULES, Drift, plain, plain_policy
+from castwise.comparison._drift_map import tiles
 from castwise.policy._policy import Policy
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class Tuned(Shown):
         if not self.is_within_tolerance:
             lines.insert(2, "none of the policies that were run is within the tolerance: this is the closest")
         yield "\n".join(lines)
+        yield from tiles(self.drift, self.formats, self.drift.batches, SHOWN_MODULES)
         yield from self.frontier._blocks()
         lines = [f"not tried: {reason}" for reason in self.not_tried]
         if self.not_called:
