@@ -23,8 +23,12 @@ def result(name: str) -> Any:
     return json.loads(next(file for file in files if file.exists()).read_text())
 
 
-def figures() -> str:
-    """Return the lines with numbers."""
+def figures(docs: str) -> str:
+    """Return the lines with numbers.
+
+    Args:
+        docs: How the page's links to the manual begin.
+    """
     step = result("step_cost")["results"]["124M, fused AdamW"]["castwise_to_torch"]["scaled + clipped step + update"]
     inference = result("weight_cache")["cases"]["MLP, inference, batch 1"]["torch / castwise"]
     faults = result("fault_finding")
@@ -45,10 +49,11 @@ def figures() -> str:
         f"transformers' DebugUnderflowOverflow, named {sum(by_transformers)}.",
         f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
         f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
-        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. A step of fused AdamW "
-        f"takes {steps:.1f} times as long, a whole training step of a GPT {training:.2f} times. Losses are the same, "
-        "bit for bit, if gradients are summed in fp32 (over micro-batches and ranks, for which there are options), and "
-        "no code of the model reads a weight or its dtype (`narrowing_report` finds such code).",
+        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}.",
+        f"A training step of a GPT takes {training:.2f} times as long with `MasterWeights`, and the step of fused AdamW"
+        f" in it {steps:.1f} times.",
+        "With `MasterWeights`, losses are bit for bit those of fp32 weights if [gradients are summed in fp32 and no "
+        f"code reads a weight or its dtype]({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 
@@ -58,7 +63,8 @@ def main() -> None:
     for page in PAGES:
         before, _, rest = page.read_text().partition(BEGINS)
         _, _, after = rest.partition(ENDS)
-        page.write_text(f"{before}{BEGINS}{figures()}{ENDS}{after}")
+        docs = "docs/" if page.parent == ROOT else ""
+        page.write_text(f"{before}{BEGINS}{figures(docs)}{ENDS}{after}")
 
 
 if __name__ == "__main__":

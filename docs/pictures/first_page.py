@@ -38,12 +38,12 @@ def pairs() -> list[Pair]:
     )
     sizes = result("master_weights-cpu")["bytes per parameter"]
     return [
-        Pair("Time to unscale, clip and step", "torch.amp", 1.0, step["median"], 2),
-        Pair("Time of bf16 inference, fp32 weights", "torch.autocast", 1.0, 1.0 / inference["median"], 2),
+        Pair("Unscaling, clipping and stepping: time", "torch.amp", 1.0, step["median"], 2),
+        Pair("bf16 inference with fp32 weights: time", "torch.autocast", 1.0, 1.0 / inference["median"], 2),
         Pair(
             f"Modules not identified, of {planted}", "transformers", planted - by_transformers, planted - by_castwise, 0
         ),
-        Pair("Bytes per parameter, AdamW", "fp32 weights", sizes["fp32 weights"]["sum"], sizes["split"]["sum"], 0),
+        Pair("AdamW: bytes per parameter", "fp32 weights", sizes["fp32 weights"]["sum"], sizes["split"]["sum"], 0),
     ]
 
 

@@ -102,10 +102,17 @@ def test_each_keyword_leads_to_its_place(built: Path, pages: dict[Path, Page]) -
     assert {name: found.get(name) for name in expected} == expected
 
 
-def test_the_start_page_has_measured_figures_on_its_first_screen(built: Path) -> None:
+def test_the_start_page_opens_with_a_run_and_what_readers_get_and_its_figures_come_last(built: Path) -> None:
     page = (built / "index.html").read_text()
+    opening, *sections = page.split("<h2>")
+    places = [opening.index(text) for text in ("terminal.svg", "<p>When a loss turns NaN", "castwise run", "<table")]
+    assert places == sorted(places)
+    rows = re.findall(r"<tr.*?</tr>", opening[places[-1] :], re.DOTALL)[1:]
+    assert {re.sub(r"<[^>]+>|\s", "", row.partition("</td>")[0]) for row in rows} >= {"bf16", "fp16", "LoRA", "RL"}
+    assert all('<a class="reference' in row.partition("</td>")[2] for row in rows)
     for line in ("less time with", "bf16 inference", "planted infs and NaNs", "bytes per parameter: weight"):
-        assert line in page.partition("<h2>")[0]
+        assert line in sections[-1]
+        assert line not in opening
 
 
 def test_the_notebook_is_a_page_with_its_outputs(built: Path) -> None:

@@ -158,7 +158,7 @@ def loss_in_region(line: ScriptLine) -> str:
 
 
 def loss_in_fp32(line: ScriptLine, device: str) -> str:
-    """Compute the loss of a line outside of the region that it may be in, with its first argument in fp32."""
+    """Compute the loss of a line with autocast disabled and its first argument in fp32."""
     head = f'with torch.autocast("{device}", enabled=False):'
     call = getattr(line.statement, "value", None) if line.is_simple else None
     given = call.args[0] if isinstance(call, ast.Call) and call.args else None
