@@ -105,7 +105,7 @@ def test_each_keyword_leads_to_its_place(built: Path, pages: dict[Path, Page]) -
 def test_the_start_page_opens_with_a_run_and_what_readers_get_and_its_figures_come_last(built: Path) -> None:
     page = (built / "index.html").read_text()
     opening, *sections = page.split("<h2>")
-    places = [opening.index(text) for text in ("terminal.svg", "<p>When a loss turns NaN", "castwise run", "<table")]
+    places = [opening.index(text) for text in ("terminal.svg", "<p>When a loss turns NaN", "pip install", "<table")]
     assert places == sorted(places)
     rows = re.findall(r"<tr.*?</tr>", opening[places[-1] :], re.DOTALL)[1:]
     assert {re.sub(r"<[^>]+>|\s", "", row.partition("</td>")[0]) for row in rows} >= {"bf16", "fp16", "LoRA", "RL"}
