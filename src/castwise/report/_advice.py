@@ -66,20 +66,6 @@ class Advice(Shown):
         more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.sentences)]
         return " ".join([self.finding, *more, *filter(None, [self.prevention])])
 
-    @property
-    def names_origin(self) -> bool:
-        """Whether a replay has found where it begins, and has a remedy for that."""
-        return any(each.advice and (each.line or each.module) for each in self.diagnosed)
-
-    @property
-    def order(self) -> tuple[int, bool]:
-        """The key by which advice is sorted: by severity, and what names its origin before what does not.
-
-        Pieces of the same order stay in the order of the rules that found them. Notes are not ranked further.
-        """
-        severity = min(SEVERITIES.index(self.severity), SEVERITIES.index("note"))
-        return severity, severity < SEVERITIES.index("note") and not self.names_origin
-
     def shown_evidence(self) -> list[tuple[str, str]]:
         """Return labels and values of the evidence, formatted for display."""
         return [
@@ -96,6 +82,21 @@ class Advice(Shown):
     def _blocks(self) -> Iterator[Block]:
         yield f"{self.severity}: {self.text}"
         yield Table([("measured", ""), *self.shown_evidence()])
+
+
+def names_origin(advice: Advice) -> bool:
+    """Return True if a replay has found where it begins, and has a remedy for that."""
+    return any(each.advice and (each.line or each.module) for each in advice.diagnosed)
+
+
+def order_of(advice: Advice) -> tuple[int, bool]:
+    """Return the key by which advice is sorted: by severity, and what names its origin before what does not.
+
+    Pieces with the same key stay in the order of the rules that found them, as all notes do.
+    """
+    note = SEVERITIES.index("note")
+    severity = min(SEVERITIES.index(advice.severity), note)
+    return severity, severity < note and not names_origin(advice)
 
 
 def numbers_of(advice: Advice) -> str:

@@ -19,7 +19,7 @@ from castwise._width import width_of
 from castwise.monitor._recorded_run import Run, distinct_mistakes
 from castwise.monitor._records import MistakeRecord
 from castwise.monitor._run_files import read_runs
-from castwise.report._advice import Advice, Measured
+from castwise.report._advice import Advice, Measured, names_origin, order_of
 from castwise.report._html_report import labels, write_report
 from castwise.report._run_facts import RunFacts
 from castwise.report._verdicts import Verdict, judge
@@ -63,9 +63,9 @@ class Summary:
 
     @property
     def first_finding(self) -> Advice | None:
-        """The first piece of advice for the runs, by `order`; of runs that need nothing, that of the first run."""
+        """The first piece of advice for the runs, by `order_of`; of runs that need nothing, that of the first run."""
         pieces = [piece for verdict in self.verdicts for piece in verdict]
-        return min(pieces, key=lambda piece: piece.order, default=None)
+        return min(pieces, key=order_of, default=None)
 
     @property
     def _names(self) -> list[str]:
@@ -93,7 +93,7 @@ class Summary:
             parts = [f"{first.severity}: {f'{whose}: ' if len(self.runs) > 1 else ''}{first.finding}"]
             finding = ["\n".join([*parts, *_diagnosed(first), *filter(None, [first.prevention])])]
         mistakes, broken = self._mistakes(), self._broken_invariants(first)
-        leads = first is not None and first.names_origin
+        leads = first is not None and names_origin(first)
         lines += [*finding, *mistakes, *broken] if leads else [*mistakes, *finding, *broken]
         lines = [_wrapped(_seen_from_here(line)) for line in [*lines, *self.notes]]
         if self.report is not None:

@@ -17,7 +17,7 @@ from castwise.report import _fault_advice as fault_advice
 from castwise.report import _invariant_advice as invariant_advice
 from castwise.report import _range_advice as range_advice
 from castwise.report import _step_advice as step_advice
-from castwise.report._advice import SEVERITIES, Advice, Severity, numbers_of
+from castwise.report._advice import SEVERITIES, Advice, Severity, numbers_of, order_of
 from castwise.report._run_facts import RunFacts
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def judge(facts: RunFacts) -> Verdict:
         in_trouble = any(piece.severity in ("critical", "warning") for piece in advice)
         advice += range_advice.bf16_weights(facts)
         advice += range_advice.scale_fit(facts, in_trouble)
-    advice.sort(key=lambda piece: (SEVERITIES.index(piece.severity), piece.order))
+    advice.sort(key=lambda piece: (SEVERITIES.index(piece.severity), order_of(piece)))
     if all(piece.severity in ("note", "good") for piece in advice):
         advice = [*fault_advice.nothing_to_fix(facts), *advice]
     return Verdict(tuple(advice))
