@@ -452,6 +452,24 @@ def test_a_diagnosis_and_its_remedy_stand_whole_and_once_code_first(tmp_path: Pa
     assert "castwise.autocast(" not in page.text
 
 
+def test_a_remedy_and_samples_of_many_steps_are_shown_once_under_a_scale_that_collapsed(tmp_path: Path) -> None:
+    lost = range(4, 34)
+    steps = [step(i, 2.0 ** (10 - max(0, i - 3)), "non-finite loss" if i in lost else None) for i in range(1, 34)]
+    remedy = "drop or repair such samples"
+    found = dict.fromkeys(("phase", "op"), "") | {"kind": "diagnosis", "cause": "non-finite loss", "module": ""}
+    found |= {"summary": "Input 0 is nan.", "advice": remedy, "remedy": "input", "text": "Input 0 is nan."}
+    faults = [{**found, "step": i, "sample": "sample 3 of the batch" if i < 30 else f"sample {i}"} for i in lost]
+    page = page_of(tmp_path, write(tmp_path / "run", *steps, *faults))
+    assert "The scale collapsed to" in page.text
+    assert page.text.lower().count(remedy) == 1
+    assert page.text.count("sample 3 of the batch") == 1
+    assert "26 steps, 4 to 29: sample 3 of the batch" in page.text
+    assert "Step 33: sample 33" in page.text
+    many = [(i, f"sample {i}") for i in range(1, 12)]
+    lines = replace(RunFacts(Run.read(tmp_path / "run")).diagnosed[0], samples=many).sample_lines
+    assert lines[-2:] == ["Step 8: sample 8", "and 3 more"]
+
+
 def test_a_page_begins_with_the_verdict_in_a_few_words_and_what_was_trained(tmp_path: Path) -> None:
     found = dict.fromkeys(("summary", "advice"), "") | {"kind": "diagnosis", "cause": "non-finite loss", "step": 8}
     found |= {"phase": "forward", "module": "", "op": "aten.div", "text": "nan\n  at /home/me/train.py:22: a / b"}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from tests.browser import Browser, contrast_ratio
@@ -184,6 +185,12 @@ def test_long_lines_of_code_do_not_widen_the_page(browser: Browser, tmp_path: Pa
     recorded.write_lines(file, *recorded.lines_in(file), json.dumps({**mistake, "source": code}))
     browser.open(write_report([tmp_path], tmp_path / "report.html"), width=400)
     assert browser.run("document.documentElement.scrollWidth") <= 400
+    assert (
+        browser.run("document.querySelector('#mistakes .copy').closest('.remedy').querySelector('pre').innerText")
+        == code
+    )
+    browser.driver.execute_script("document.querySelector('#mistakes .copy').click()")
+    browser.wait_for("document.querySelector('#mistakes .copy').textContent !== 'Copy'")
 
 
 def test_all_can_be_reached_by_keyboard_in_the_order_of_the_page(browser: Browser, troubled: Path) -> None:
@@ -248,6 +255,52 @@ def test_controls_choose_format_numbers_and_module(browser: Browser, troubled: P
     browser.wait_for(f"{caption} !== {json.dumps(before)}")
     bars = browser.run("document.getElementById('histogram-1').data.slice(0, 2).map(trace => trace.x0)")
     assert bars[1] - bars[0] == 14  # the last scale of the run is 2^14
+
+
+def test_dragging_over_the_steps_zooms_and_links_to_sections_stay_in_sight(browser: Browser, several: Path) -> None:
+    browser.open(several)
+    plot = browser.driver.find_element(By.CSS_SELECTOR, "#losses .nsewdrag")
+    range_ = "document.getElementById('losses').layout.xaxis.range"
+    whole = browser.run(range_)
+    browser.driver.execute_script("arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})", plot)
+    drag = ActionChains(browser.driver).move_to_element_with_offset(plot, -100, 0).click_and_hold()
+    drag.move_by_offset(150, 5).release().perform()
+    browser.wait_for(f"{range_}[0] > {whole[0]} + 100")
+    browser.driver.execute_script("document.querySelector('[value=dark]').click()")
+    browser.wait_for("getComputedStyle(document.body).backgroundColor !== 'rgb(246, 247, 249)'")
+    zoomed = browser.run(range_)
+    assert 0 < zoomed[1] - zoomed[0] < (whole[1] - whole[0]) / 2, "also after a change of the theme"
+    ActionChains(browser.driver).double_click(plot).perform()
+    browser.wait_for(f"{range_}[0] < {whole[0]} + 1")
+    browser.driver.execute_script("document.getElementById('settings').scrollIntoView({behavior: 'instant'})")
+    assert browser.run("document.querySelector('nav').getBoundingClientRect().top") == 0
+    below = (
+        "document.getElementById('settings').getBoundingClientRect().top >= document.querySelector('nav').offsetHeight"
+    )
+    assert browser.run(below)
+    assert browser.logs("browser") == []
+
+
+def test_a_legend_of_many_rows_takes_no_room_from_the_plots(browser: Browser, tmp_path: Path) -> None:
+    causes = ("overflow", "non-finite loss", "non-finite weights", "another rank", "unknown", "non-finite gradients")
+    steps = [step(i, 2.0**12, dict(enumerate(causes, 5)).get(i), loss=3 / i) for i in range(1, 99)]
+    page = write_report([write(tmp_path / "run", *steps)], tmp_path / "report.html")
+    heights = []
+    for width in (1400, 400):
+        browser.open(page, width=width)
+        legend, title = (
+            browser.run(f"document.querySelector('#timeline-1 {part}').getBoundingClientRect().toJSON()")
+            for part in (".legend .bg", ".annotation-text")
+        )
+        assert legend["bottom"] <= title["top"] + 1, width
+        assert legend["top"] >= browser.run("document.getElementById('timeline-1').getBoundingClientRect().top"), width
+        heights.append(
+            browser.run(
+                "document.querySelector('#timeline-1 .plot .gridlayer, #timeline-1 .bglayer')"
+                ".getBoundingClientRect().height"
+            )
+        )
+    assert heights[1] >= 0.95 * heights[0]
 
 
 # Texts of one axis whose boxes share more than a pixel.

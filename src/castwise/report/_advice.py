@@ -66,6 +66,12 @@ class Advice(Shown):
         more = [str(each) for each in self.diagnosed if not self.finding.startswith(each.sentences)]
         return " ".join([self.finding, *more, *filter(None, [self.prevention])])
 
+    @property
+    def _own_finding(self) -> str:
+        """The finding without the diagnosis that it may begin with, for pages that show that apart."""
+        begins = [each.sentences for each in self.diagnosed if self.finding.startswith(each.sentences)]
+        return self.finding[len(begins[0]) :].lstrip() if begins else self.finding
+
     def shown_evidence(self) -> list[tuple[str, str]]:
         """Return labels and values of the evidence, formatted for display."""
         return [

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from castwise.monitor._records import DiagnosisRecord
 from castwise.report._ranks import on_ranks
 
+MAX_SAMPLE_LINES = 8
+
 
 @dataclass(frozen=True)
 class Diagnosed:
@@ -86,6 +88,19 @@ class Diagnosed:
         return "" if found is None else found[1]
 
     @property
+    def sample_lines(self) -> list[str]:
+        """The samples at fault, a line for those of several steps that are described alike, and at most eight."""
+        steps_of: dict[str, list[int]] = {}
+        for step, text in self.samples:
+            steps_of.setdefault(text, []).append(step)
+        lines = [
+            f"{'Step' if len(steps) == 1 else f'{len(steps):,} steps,'} {_ends(steps)}: {text}"
+            for text, steps in steps_of.items()
+        ]
+        more = len(lines) - MAX_SAMPLE_LINES
+        return [*lines[:MAX_SAMPLE_LINES], *([f"and {more:,} more"] if more > 0 else [])]
+
+    @property
     def parts(self) -> list[str]:
         """The summary, the sample at fault, the remedy, and what came of it; a sentence or two each."""
         sample = self.samples[0][1] if self.samples else ""
@@ -144,6 +159,10 @@ def _of(same: Sequence[DiagnosisRecord]) -> Diagnosed:
         samples=[(one.step, one.sample) for one in same if one.sample],
         where=on_ranks(same),
     )
+
+
+def _ends(steps: Sequence[int]) -> str:
+    return f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
 
 
 def _is_untried(tried: str) -> bool:

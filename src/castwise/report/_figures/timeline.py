@@ -203,8 +203,9 @@ def _stacked(panels: Sequence[Panel], first: int, last: int) -> Figure:
         "nticks": 8,
         "zeroline": False,
     }
-    height = 110 + round(150 * total)
-    layout["legend"] = {"orientation": "h", "x": 0, "y": 1 + 22 / height, "yanchor": "bottom"}  # above the first title
+    inner = 20 + round(150 * total)
+    layout["legend"] = {"orientation": "h", "x": 0, "y": 1 + 24 / inner, "yanchor": "bottom"}  # above the first title
+    height = inner + 90  # the page's margins
     return {"data": data, "layout": layout, "height": height}
 
 

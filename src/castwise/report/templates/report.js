@@ -81,6 +81,8 @@
     };
   };
 
+  // A finger scrolls the page.
+  const canZoom = (plot) => ["timeline", "losses"].includes(plot.dataset.figure) && !matchMedia("(pointer: coarse)").matches;
   const layoutOf = (plot, figure, choice, style) => {
     const narrow = plot.clientWidth < NARROW;
     const layout = resolve({ ...figure.layout, ...choice.layout }, style);
@@ -88,7 +90,8 @@
     const grid = style.getPropertyValue("--grid").trim(), panel = style.getPropertyValue("--panel").trim();
     for (const [key, axis] of Object.entries(layout)) {
       if (!/^[xy]axis/.test(key)) continue;
-      Object.assign(axis, { gridcolor: grid, linecolor: grid, tickfont: { color: soft }, automargin: false });
+      const fixedrange = key !== "xaxis" || !canZoom(plot);
+      Object.assign(axis, { gridcolor: grid, linecolor: grid, tickfont: { color: soft }, automargin: false, fixedrange });
       if (narrow && key === "xaxis") axis.nticks = 4;
       if (narrow && key === "xaxis" && axis.tickvals) {
         axis.ticktext = axis.ticktext.filter((_, at) => at % 2 === 0);
@@ -112,11 +115,22 @@
       hoverlabel: { bgcolor: panel, bordercolor: soft, font: { color: ink } },
       margin: { l: 14 + longest * letter, r: narrow ? 8 : 16, t: labels ? 8 : 42, b: 48 },
       height: choice.height || figure.height,
-      dragmode: false,
+      dragmode: canZoom(plot) ? "zoom" : false,
+      uirevision: "kept", // a zoom outlasts a change of the theme
     };
   };
 
-  const draw = (plot) => {
+  // A legend of several rows makes the figure taller, not its plots smaller.
+  const LEGEND_ROW = 20;
+  const makeRoom = (plot, layout) => {
+    const legend = plot.querySelector(".legend .bg");
+    const more = legend ? Math.round(legend.getBoundingClientRect().height) - LEGEND_ROW : 0;
+    if (more <= 0) return undefined;
+    plot.style.height = `${layout.height + more}px`;
+    return Plotly.relayout(plot, { height: layout.height + more, "margin.t": layout.margin.t + more });
+  };
+
+  const draw = async (plot) => {
     const figure = figures[plot.id], style = getComputedStyle(document.documentElement);
     const choice = chosen(plot, figure);
     plot.names = choice.names;
@@ -130,7 +144,9 @@
     const data = figure.data.map((trace, place) => resolve({ ...trace, ...(choice.data || [])[place] }, style));
     const caption = figure.choices && document.getElementById(`${plot.id}-caption`);
     if (caption) caption.innerHTML = "", caption.append(...powers(choice.caption || ""));
-    return Plotly.react(plot, data, layoutOf(plot, figure, choice, style), { displayModeBar: false, responsive: true });
+    const layout = layoutOf(plot, figure, choice, style);
+    await Plotly.react(plot, data, layout, { displayModeBar: false, responsive: true });
+    await makeRoom(plot, layout);
   };
 
   const powers = (text) => text.split(/(2\^-?\d[\d.]*\d|2\^-?\d)/).flatMap((part) => {
