@@ -90,6 +90,27 @@ for batch in batches:
     s.unscale_(opt)
     s.step(opt)
 """
+IN_A_METHOD = """\
+class Trainer:
+    def __init__(self, net):
+        self.opt = torch.optim.SGD(net.parameters(), lr=0.1)
+        self.rates = StepLR(self.opt, 1)
+
+    def step(self, x):
+        with torch.autocast("cuda", dtype=torch.float16):  # here
+            loss = self.net(x)
+        loss.backward()
+        self.opt.step()
+        self.rates.step()
+"""
+WITH_A_VARIABLE = """\
+ctx = nullcontext() if cpu else torch.autocast("cuda")
+with ctx:
+    out = net(x)
+loss = criterion(out, y)
+loss = loss / 2
+s.scale(loss).backward()  # here
+"""
 OF_SEVERAL = """\
 s.scale(net(x)).backward()
 for opt in opts:
@@ -118,6 +139,24 @@ norm = get_total_norm(net)  # here
             corrected_code.unscaled_before,
             OF_SEVERAL,
             "s.unscale_(optimizer)\nnorm = get_total_norm(net)\n# optimizer is that of the training loop",
+        ),
+        (
+            partial(corrected_code.scaled_training, device="cuda"),
+            IN_A_METHOD,
+            '# after line 3:\nself.scaler = torch.amp.GradScaler("cuda")\n'
+            "# instead of line 9:\nself.scaler.scale(loss).backward()\n"
+            "# instead of line 10:\nself.scaler.step(self.opt)\nself.scaler.update()\n"
+            "# or dtype=torch.bfloat16, which needs no scaler",
+        ),
+        (
+            corrected_code.loss_in_region,
+            WITH_A_VARIABLE,
+            "# moved from lines 4 to 5 to the end of the block of line 2:\nloss = criterion(out, y)\nloss = loss / 2",
+        ),
+        (
+            corrected_code.made_once,
+            "def train_epoch(net):\n    s = GradScaler()  # here\n    for x in data:\n        net(x)\n",
+            "# once, before the loop that calls train_epoch, and passed to it:\ns = GradScaler()",
         ),
         (
             corrected_code.saved_with_scaler,

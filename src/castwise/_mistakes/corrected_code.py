@@ -149,7 +149,7 @@ def loss_in_region(line: ScriptLine) -> str:
         return words
     block = line.source.block(line.statement)
     before = block[: block.index(line.statement)]
-    regions = [place for place, each in enumerate(before) if isinstance(each, ast.With) and _has_region(each)]
+    regions = [place for place, each in enumerate(before) if isinstance(each, ast.With) and _has_region(line, each)]
     moved = before[regions[-1] + 1 :] if regions else []
     if not moved or not all(isinstance(each, ast.Assign | ast.AugAssign | ast.AnnAssign) for each in moved):
         return words
@@ -170,22 +170,24 @@ def loss_in_fp32(line: ScriptLine, device: str) -> str:
 
 def scaled_training(line: ScriptLine, device: str) -> str:
     """Train with a scaler on a device."""
-    make, or_bf16 = f'scaler = torch.amp.GradScaler("{device}")', "# or dtype=torch.bfloat16, which needs no scaler"
-    sides = [_only_call(line, method) for method in ("backward", "step")]
-    [(backward, to_scale), (step, to_step)] = sides
+    or_bf16 = "# or dtype=torch.bfloat16, which needs no scaler"
+    (backward, to_scale), (step, to_step) = _only_call(line, "backward"), _only_call(line, "step")
     if line.source is None or backward is None or step is None or to_scale is None or to_step is None:
+        make = f'scaler = torch.amp.GradScaler("{device}")'
         used = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
         return f"# once, before the loop:\n{make}\n# for each batch:\n{used}\n{or_bf16}"
     assert isinstance(backward.node.func, ast.Attribute)
     loss = line.source.text_of(backward.node.func.value)
-    scale = line.replaced(to_scale, backward.node.func.value, f"scaler.scale({loss})")
-    taken = line.replaced(to_step, step.node, ", ".join([f"scaler.step({step.owner}", *_given(line, step)]) + ")")
-    loop = line.outermost_loop(to_scale)
-    first = f"# before line {loop.lineno}:" if loop is not None else "# once, before the loop:"
-    clip = "\n# before gradients are clipped: scaler.unscale_(optimizer)" if "clip_grad" in line.source.text else ""
+    scaler = "self.scaler" if step.owner.startswith("self.") else "scaler"
+    scale = line.replaced(to_scale, backward.node.func.value, f"{scaler}.scale({loss})")
+    taken = line.replaced(to_step, step.node, ", ".join([f"{scaler}.step({step.owner}", *_given(line, step)]) + ")")
+    clip = (
+        f"\n# before gradients are clipped: {scaler}.unscale_({step.owner})" if "clip_grad" in line.source.text else ""
+    )
     return (
-        f"{first}\n{make}\n# instead of line {to_scale.lineno}:\n{scale}\n"
-        f"# instead of line {to_step.lineno}:\n{taken}\nscaler.update(){clip}\n{or_bf16}"
+        f'{_where_made(line, step.owner, to_step)}\n{scaler} = torch.amp.GradScaler("{device}")\n'
+        f"# instead of line {to_scale.lineno}:\n{scale}\n# instead of line {to_step.lineno}:\n{taken}\n"
+        f"{scaler}.update(){clip}\n{or_bf16}"
     )
 
 
@@ -255,9 +257,13 @@ def scaler_for(line: ScriptLine, device: str) -> str:
 def made_once(line: ScriptLine) -> str:
     """Make the scaler before the loop that it is made in."""
     loop = line.outermost_loop()
-    if line.statement is None or loop is None or not line.is_simple:
+    if line.statement is None or line.source is None or not line.is_simple:
         return f"# once, before the loop over epochs:\n{line.text or 'scaler = torch.amp.GradScaler()'}"
-    return f"{_moved([line.statement])} to before line {loop.lineno}:\n{line.text}"
+    if loop is not None:
+        return f"{_moved([line.statement])} to before line {loop.lineno}:\n{line.text}"
+    function = getattr(line.source.function(line.statement), "name", "")
+    passed_on = f"the loop that calls {function}, and passed to it" if function else "the loop over epochs"
+    return f"# once, before {passed_on}:\n{line.text}"
 
 
 def saved_with_scaler(line: ScriptLine) -> str:
@@ -282,11 +288,28 @@ def _call_in(line: ScriptLine, method: str) -> MethodCall | None:
 
 
 def _only_call(line: ScriptLine, method: str) -> tuple[MethodCall | None, ast.stmt | None]:
-    """Return the one call of a method in the script that is a statement of its own, and the statement."""
+    """Return the one call of a method that is a statement, and the statement; for `step`, only those of optimizers."""
     calls = [] if line.source is None else [call for call in line.source.any_calls if call.method == method]
+    if method == "step" and line.source is not None:
+        optimizers = line.source.optimizers | line.optimizers_made
+        calls = [call for call in calls if call.owner in optimizers]
     statement = line.source.statement(calls[0].node) if line.source is not None and len(calls) == 1 else None
     is_alone = isinstance(statement, ast.Expr) and statement.value is calls[0].node
     return (calls[0], statement) if is_alone else (None, None)
+
+
+def _where_made(line: ScriptLine, optimizer: str, used: ast.stmt) -> str:
+    """Return the heading of what is made once, beside an optimizer, for the statement that uses both."""
+    assert line.source is not None
+    made = line.assignment_of(optimizer)
+    if made is not None and (
+        optimizer.startswith("self.") or line.source.function(made) in (line.source.function(used), line.source.tree)
+    ):
+        return f"# after line {made.end_lineno}:"
+    loop = line.outermost_loop(used)
+    if loop is None or made is not None:
+        return "# once, where the optimizer is made, and passed on like it:"
+    return f"# before line {loop.lineno}:"
 
 
 def _step_of_scaler(line: ScriptLine) -> ast.stmt | None:
@@ -306,11 +329,13 @@ def _optimizer_in(line: ScriptLine) -> str:
 
 def _region_around(line: ScriptLine) -> ast.With | None:
     around = [] if line.source is None or line.statement is None else line.source.around(line.statement)
-    return next((each for each in around if isinstance(each, ast.With) and _has_region(each)), None)
+    return next((each for each in around if isinstance(each, ast.With) and _has_region(line, each)), None)
 
 
-def _has_region(block: ast.With) -> bool:
-    return any(map(is_enabled_region, block.items))
+def _has_region(line: ScriptLine, block: ast.With) -> bool:
+    """Return True for a block of an autocast region, also of one that a variable has."""
+    names = {ast.unparse(item.context_expr) for item in block.items}
+    return any(map(is_enabled_region, block.items)) or not names.isdisjoint(line.regions_made)
 
 
 def _uses_norm(statement: ast.stmt) -> bool:

@@ -101,6 +101,23 @@ class ScriptLine:
         names = [alias for node in imports if isinstance(node, ast.Import) for alias in node.names]
         return any(alias.name == module and alias.asname in (None, module) for alias in names)
 
+    @property
+    def optimizers_made(self) -> set[str]:
+        """The names of all optimizers that the script makes."""
+        return {ast.unparse(each.targets[0]) for each in self._assignments() if _makes(each, _OPTIMIZERS)}
+
+    @property
+    def regions_made(self) -> set[str]:
+        """The names of all variables that have an autocast region, such as `ctx = autocast("cuda") if ... else ...`."""
+        nodes = [] if self.source is None else ast.walk(self.source.tree)
+        assignments = (node for node in nodes if isinstance(node, ast.Assign) and len(node.targets) == 1)
+        return {
+            ast.unparse(assignment.targets[0])
+            for assignment in assignments
+            for node in ast.walk(assignment.value)
+            if isinstance(node, ast.Call) and called_name(node) == "autocast"
+        }
+
     def _assignments(self) -> Iterator[ast.Assign]:
         for node in [] if self.source is None else ast.walk(self.source.tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.value, ast.Call):
@@ -113,12 +130,11 @@ class ScriptLine:
         names = set()
         here = self.source.function(self.statement)
         for each in self._assignments():
-            assert isinstance(each.value, ast.Call)
             name = ast.unparse(each.targets[0])
             is_visible = self.source.function(each) in (here, self.source.tree) or (
                 name.startswith("self.") and isinstance(here, ast.FunctionDef) and "self" in ast.unparse(here.args)
             )
-            if called_name(each.value) in makers and is_visible and name.replace(".", "").isidentifier():
+            if _makes(each, makers) and is_visible and name.replace(".", "").isidentifier():
                 names.add(name)
         return _only(names)
 
@@ -155,6 +171,10 @@ class ScriptLine:
             return None
         loops = [each for each in self.source.around(statement) if isinstance(each, ast.For | ast.While)]
         return loops[-1] if loops else None
+
+
+def _makes(assignment: ast.Assign, makers: set[str]) -> bool:
+    return isinstance(assignment.value, ast.Call) and called_name(assignment.value) in makers
 
 
 def in_names_of_main(code: str) -> str:
