@@ -60,7 +60,7 @@ def _reference(drift: Drift) -> str:
 
 
 def _limit(drift: Drift, error: float) -> float:
-    """Return the largest error of a loss that cannot be told from the smallest one."""
+    """Return the largest error of a loss that cannot be distinguished from the smallest one."""
     noise = math.nan if drift.noise is None else drift.noise.summary.loss_error
     resolution = max(_resolution(next(iter(drift))), noise if math.isfinite(noise) else 0.0)
     return max(_SAME * error, error + resolution)
