@@ -206,6 +206,15 @@ def _look_at_torchrun(words: list[str]) -> None:
         _look_for(asked.training_script)
 
 
+def _look_at_accelerate(words: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    assert words[0] == "launch", words
+    asked = launch_command_parser().parse_args(words[1:])
+    assert (asked.module, asked.training_script) == (True, "castwise"), words
+    _look_at_castwise(asked.training_script_args)
+
+
 def _look_for(script: str) -> None:
     assert any((folder / script).exists() for folder in (Path.cwd(), ROOT)), f"there is no {script}"
 
@@ -248,6 +257,7 @@ _LOOK_AT: dict[str, Callable[[list[str]], None]] = {
     "python": _look_at_python,
     "torchrun": _look_at_torchrun,
     "ranks": _look_at_torchrun,
+    "accelerate": _look_at_accelerate,
     "make": _look_at_make,
     "pip": _look_at_pip,
     "nox": _look_at_nox,
