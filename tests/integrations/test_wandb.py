@@ -167,6 +167,26 @@ def test_the_run_that_is_active_is_used_and_goes_on(tmp_path: Path, wandb: Any) 
     assert [row["accuracy"] for row in history(tmp_path) if "accuracy" in row] == [0.5]
 
 
+@pytest.mark.parametrize(("every", "numbered"), [(1, True), (1, False), (3, True)])
+def test_what_the_script_logs_is_kept_with_its_numbers(tmp_path: Path, wandb: Any, every: int, numbered: bool) -> None:
+    """W&B drops what is logged with a step below its counter."""
+    run, sink = wandb.init(), WandB()
+    ranges = sample(0, 1024.0, {"a": -20.0}, {"a": 1.0})
+    for number in range(1, 10):
+        sink.write_record(SampleRecord.from_json({**ranges, "step": number}))
+        sink.write_record(StepRecord.from_json(step(number, 1024.0)))
+        if number % every == 0:
+            run.log({"mine": number}, step=number if numbered else None)
+    sink.close()
+    run.finish()
+    rows = history(tmp_path)
+    mine = [(row["mine"], row["_step"]) for row in rows if "mine" in row]
+    assert [value for value, _ in mine] == list(range(every, 10, every))
+    assert not numbered or all(value == at for value, at in mine)
+    assert [number for number, _ in curve(tmp_path, "step/scale")] == list(range(1, 10))
+    assert [number for number, _ in curve(tmp_path, "gradients/flush fp16")] == list(range(1, 10))
+
+
 def test_a_run_that_is_finished_ends_the_sink_and_not_the_training(wandb: Any) -> None:
     run = wandb.init(id="over")
     run.finish()

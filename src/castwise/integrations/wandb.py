@@ -20,13 +20,17 @@ _STEP = "castwise/number of step"
 class WandB:
     """A sink of `Monitor` that logs to Weights & Biases. Requires the extra `castwise[wandb]`.
 
-    Metrics start with `castwise/` and are plotted over the training step; the run's own step counter is left to the
-    script. There are at most 23 metrics, named like the curves of the `TensorBoard` sink: `castwise/step/loss` and so
-    on for each step, and the worst of all modules for sampled steps, such as `castwise/gradients/flush fp16`.
-    Histograms show the distribution over all modules, `castwise/gradients/all flush fp16`, and the exponents of the
-    gradients, `castwise/gradients/log2`. The training settings are in the run's config under `castwise`. The run's
-    summary has the last skipped step and its cause (`castwise/last skip`), the last diagnosis
-    (`castwise/last diagnosis`), and the modules with the worst numbers (`castwise/worst`).
+    Metrics start with `castwise/` and are plotted over the training step. There are at most 23 metrics, named like the
+    curves of the `TensorBoard` sink: `castwise/step/loss` and so on for each step, and the worst of all modules for
+    sampled steps, such as `castwise/gradients/flush fp16`. Histograms show the distribution over all modules,
+    `castwise/gradients/all flush fp16`, and the exponents of the gradients, `castwise/gradients/log2`. The training
+    settings are in the run's config under `castwise`. The run's summary has the last skipped step and its cause
+    (`castwise/last skip`), the last diagnosis (`castwise/last diagnosis`), and the modules with the worst numbers
+    (`castwise/worst`).
+
+    Metrics join the rows that the script logs. The run's own step counter goes on by itself only where the script logs
+    less often than once per training step, and then by one for each. So a script may number its rows by training steps
+    (`run.log(..., step=...)`), but not by epochs: W&B drops a row whose number is below the counter.
 
     With `WANDB_MODE=offline` nothing is sent until `wandb sync`.
 
@@ -51,6 +55,7 @@ class WandB:
         self._given = run
         self._run: Any = None
         self._is_ours = False
+        self._row: tuple[int, int] | None = None  # the run's counter and the training step that were logged last
 
     def write_record(self, record: Record) -> None:
         """Log a record.
@@ -78,7 +83,7 @@ class WandB:
         """Finish the run if this sink started it. A later record starts another run."""
         if self._run is not None and self._is_ours:
             self._run.finish()
-        self._run = None
+        self._run = self._row = None
 
     def __repr__(self) -> str:
         return "WandB()" if self._given is None else f"WandB(run {self._given.id})"
@@ -104,7 +109,11 @@ class WandB:
         self._run.summary["castwise/worst"] = {f"{each.group} {each.name}": each.worst for each in spreads}
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
-        self._run.log({_STEP: step, **{f"castwise/{name}": value for name, value in values.items()}})
+        """Add values to the run's current row, which the script's next log or that of the next step completes."""
+        if self._row is not None and self._row[0] == self._run.step and self._row[1] != step:
+            self._run.log({}, commit=True)
+        self._run.log({_STEP: step, **{f"castwise/{name}": value for name, value in values.items()}}, commit=False)
+        self._row = self._run.step, step
 
 
 def _drawn(histogram: Histogram) -> Any:
