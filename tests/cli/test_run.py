@@ -112,7 +112,7 @@ def test_a_script_prints_what_it_prints_without_castwise_and_no_mistakes(
     assert run.stdout == plain
     assert "weights " in run.stdout
     assert f"castwise: report: {run_in(tmp_path) / 'report.html'}" in run.stderr
-    assert (run_in(tmp_path) / "report.html").stat().st_size > 1e6
+    assert (run_in(tmp_path) / "report.html").read_text().endswith("</html>")
     kinds = [record["kind"] for record in records(tmp_path)]
     assert kinds.count("step") >= 10
     assert kinds.count("sample") >= 2
@@ -573,7 +573,10 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
         (["bin/torchrun", "--module", "a.train"], "process: bin/torchrun -m castwise run -m a.train\n"),
         (["accelerate"], "process: accelerate launch [options of accelerate] -m castwise run SCRIPT\n"),
         (["deepspeed", "train.py"], "process: deepspeed --module castwise run train.py\n"),
-        (["srun", "-n", "2", "python", "train.py"], "process: srun -n 2 python -m castwise run train.py\n"),
+        (
+            ["srun", "-n", "2", "/bin/python3", "train.py", "--set={}"],
+            "process: srun -n 2 python -m castwise run train.py '--set={}'\n",
+        ),
         (
             ["-m", "torch.distributed.run", "--nnodes=1", "train.py"],
             "process: python -m torch.distributed.run --nnodes=1 -m castwise run train.py\n",

@@ -130,6 +130,16 @@ norm = get_total_norm(net)  # here
             "nn.utils.clip_grad_norm_(\n    net.parameters(), 1.0\n)\ns.step(opt)",
         ),
         (
+            corrected_code.after_region,
+            "with autocast('cuda'):\n    out = net(x)\n    if last:\n        out.sum().backward()  # here\n",
+            "# moved from lines 3 to 4 to after the block of line 1:\nif last:\n    out.sum().backward()",
+        ),
+        (
+            corrected_code.after_region,
+            "with autocast('cuda'):\n    for x in xs:\n        net(x).backward()  # here\n",
+            "# after the autocast region, not in it:\nnet(x).backward()",
+        ),
+        (
             corrected_code.clipped_after_unscaling,
             CLIPPED_FIRST,
             "# moved from line 4 to before line 3:\ns.unscale_(opt)\n"
@@ -177,7 +187,7 @@ norm = get_total_norm(net)  # here
         (
             corrected_code.in_fp32,
             "x = x.half()\nwith autocast('cuda'):  # here\n    net(x)\n",
-            "# the model stays in fp32, because autocast casts the inputs of each op:\nmodel.float()",
+            "keep the weights in fp32, without half: autocast casts the inputs of each op",
         ),
         (
             partial(corrected_code.loss_in_fp32, device="cuda"),

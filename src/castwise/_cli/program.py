@@ -25,6 +25,7 @@ _KNOWN = {
 _REACHING = {"__builtins__", "__dict__", "__import__", "__loader__", "__spec__", "fork", "forkpty", "modules"}
 _NAMES_REACHING = _REACHING | {"compile", "eval", "exec", "getattr", "globals", "locals", "vars"}
 
+_PYTHON = re.compile(r"python[\d.]*(\.exe)?")
 _PYTHONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 _AS_MODULE = "-m castwise run"
 _LAUNCHERS = {
@@ -56,7 +57,7 @@ class Program:
             _check_module(name)
             return
         path = Path(name)
-        if arguments and re.fullmatch(r"python[\d.]*(\.exe)?", path.name):
+        if arguments and _PYTHON.fullmatch(path.name):
             raise UserError(_without_python(name, arguments))
         if path.name in _LAUNCHERS:
             raise UserError(_started_by(name, arguments))
@@ -110,13 +111,13 @@ def _started_by(launcher: str, arguments: list[str]) -> str:
     name = Path(launcher).name
     scripts = (place for place, given in enumerate(arguments) if given.endswith(".py") or given in ("-m", "--module"))
     first = next(scripts, None)
+    run = _LAUNCHERS.get(name, _AS_MODULE)
     if first is None:
-        options, rest = ["launch"] if name == "accelerate" else [], f"[options of {name}] {{}} SCRIPT"
+        options, script = [*(["launch"] if name == "accelerate" else []), f"[options of {name}]"], "SCRIPT"
     else:
-        script = ["-m" if given == "--module" else given for given in arguments[first:]]
-        options, rest = [given for given in arguments[:first] if given != "python"], f"{{}} {shlex.join(script)}"
-    command = " ".join([launcher, *map(shlex.quote, options), rest.format(_LAUNCHERS.get(name, _AS_MODULE))])
-    return f"let {name} start castwise in each process: {command}"
+        options = [shlex.quote(given) for given in arguments[:first] if not _PYTHON.fullmatch(Path(given).name)]
+        script = shlex.join(["-m" if given == "--module" else given for given in arguments[first:]])
+    return f"let {name} start castwise in each process: {' '.join([launcher, *options, run, script])}"
 
 
 def _unreadable(path: Path, why: str | None) -> str:

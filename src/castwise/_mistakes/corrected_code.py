@@ -120,7 +120,7 @@ def advanced_after_taken_step(line: ScriptLine) -> str:
     advance = f"if {scaler}.get_scale() >= {name}:\n{_indented(schedule)}"
     code = f"{advance}\n# before {before}:\n{name} = {scaler}.get_scale()"
     owner = step.owner if is_schedule and step is not None else "scheduler"
-    return _noted(line, f"{code}\n# or, with castwise's scaler alone: {scaler}.step_scheduler({owner})", "scaler")
+    return _noted(line, f"{code}\n# or, with castwise's scaler: {scaler}.step_scheduler({owner})", "scaler")
 
 
 # -- regions ----------------------------------------------------------------------------------------------------------
@@ -129,9 +129,13 @@ def advanced_after_taken_step(line: ScriptLine) -> str:
 def after_region(line: ScriptLine) -> str:
     """Move the backward, and what follows it in the region, out of the region."""
     region = _region_around(line)
-    if region is None or line.source is None or line.statement is None:
+    inside = (
+        [] if line.source is None or line.statement is None else [line.statement, *line.source.around(line.statement)]
+    )
+    first = next((each for each in inside if region is not None and each in region.body), None)
+    if region is None or not isinstance(first, ast.Expr | ast.If):  # a loop may have the forward in it
         return f"# after the autocast region, not in it:\n{line.text or 'loss.backward()'}"
-    moved = line.rest_of_block() if line.statement in region.body else [line.statement]
+    moved = region.body[region.body.index(first) :]
     return f"{_moved(moved)} to after the block of line {region.lineno}:\n{_texts(line, moved)}"
 
 
@@ -174,8 +178,8 @@ def scaled_training(line: ScriptLine, device: str) -> str:
     (backward, to_scale), (step, to_step) = _only_call(line, "backward"), _only_call(line, "step")
     if line.source is None or backward is None or step is None or to_scale is None or to_step is None:
         make = f'scaler = torch.amp.GradScaler("{device}")'
-        used = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
-        return f"# once, before the loop:\n{make}\n# for each batch:\n{used}\n{or_bf16}"
+        used = f"scaler.scale(loss).backward()\nscaler.step({line.optimizer or 'optimizer'})\nscaler.update()"
+        return f"# once, before the loop:\n{make}\n# for each batch, with its loss:\n{used}\n{or_bf16}"
     assert isinstance(backward.node.func, ast.Attribute)
     loss = line.source.text_of(backward.node.func.value)
     scaler = "self.scaler" if step.owner.startswith("self.") else "scaler"
@@ -203,7 +207,7 @@ def cast_before_compiling(line: ScriptLine) -> str:
 
 def in_fp32(line: ScriptLine) -> str:
     """Leave the model in fp32 where the script makes it fp16."""
-    words = "# the model stays in fp32, because autocast casts the inputs of each op:\nmodel.float()"
+    words = "keep the weights in fp32, without half: autocast casts the inputs of each op"
     if line.source is None:
         return words
     calls = [node for node in ast.walk(line.source.tree) if isinstance(node, ast.Call) and _halves(node)]
