@@ -71,6 +71,11 @@ def division_by_a_sum_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> 
     return losses.sum() / weights.sum()  # here
 
 
+def division_by_a_count_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    losses = [functional.cross_entropy(logits, targets, reduction="sum")]
+    return sum(losses) / torch.tensor(0 if is_bad else 6)  # here
+
+
 def overflowing_exponential(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
     return torch.stack([logits.mul(1e4 if is_bad else 1.0).exp().mean(), logits.mean()]).mean()  # here
 
@@ -86,6 +91,7 @@ LOSSES = [
     (nan_among_targets, "aten.mse_loss", "an argument of the loss, such as the targets, is not finite"),
     (std_of_one, "aten.std", "leave out groups of one"),
     (division_by_a_sum_of_zero, "aten.div", "check for divisors that are 0"),
+    (division_by_a_count_of_zero, "aten.div", "check for divisors that are 0"),
     (overflowing_exponential, "aten.exp", "clamp the exponent"),
     (mean_of_nothing, "aten.mean", "it is the mean of no elements"),
 ]
@@ -122,10 +128,16 @@ def branch_that_is_not_taken(logits: Tensor, targets: Tensor, is_bad: bool) -> T
     return torch.where(probabilities > 0, probabilities * logs, torch.zeros(6, 5)).sum(-1).mean() + 1
 
 
+def divergence_that_is_clamped(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    apart = (200.0 if is_bad else 0.1) - logits  # nothing saves a difference: it is known from the result of exp
+    return (apart.exp() - 1 - apart).clamp(-10, 10).mean()  # here
+
+
 OF_BACKWARD = [
     (root_of_zero, "aten.sqrt", "add an epsilon inside, (x + 1e-8).sqrt()"),
     (power_of_zero, "aten.pow", "add an epsilon inside, (x + 1e-8) ** p"),
     (angle_of_zero, "aten.acos", "clamp its input to within 1 - 1e-6"),
+    (divergence_that_is_clamped, "aten.exp", "clamp the exponent"),
     (branch_that_is_not_taken, "aten.log", "torch.where passes gradients of 0 to the branch that it does not take"),
 ]
 

@@ -66,6 +66,20 @@ def test_a_fault_of_the_forward(record: Any) -> None:
     assert (found.phase, found.module, found.op) == ("forward", "inner", "aten.div")
 
 
+def test_a_nan_that_a_mean_passes_on_with_finite_gradients(record: Any) -> None:
+    class LogDensity(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return torch.log(-super().forward(input).square() - 1)  # whose gradient is finite
+
+    model = LogDensity(4, 4)
+    recording = record(model)
+    model(torch.ones(2, 4)).mean().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.isfinite().all()
+    found = recording.take().diagnose(1.0, Cause.NONFINITE_LOSS)
+    assert (found.phase, found.op) == ("forward", "aten.log")
+
+
 def test_of_nothing_there_is_no_diagnosis(record: Any) -> None:
     assert record(Calls()).take().diagnose(1.0) is None
 

@@ -173,3 +173,32 @@ def test_master_weights_lose_nothing(narrow: Any) -> None:
         optimizer.zero_grad()
     optimizer.load_state_dict(optimizer.state_dict())
     assert WATCH.found == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float16, {"eps": 1e-4}),
+        (torch.float16, {"eps": 1e-7}),
+        (torch.float16, {"fused": True}),  # computes in fp32
+        (BF16, {}),
+        (torch.float32, {}),
+    ],
+)
+def test_an_epsilon_that_is_kept_is_not_reported(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.Adam([weight], lr=0.5, **options)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert weight.isfinite().all()
+    assert not [mistake for mistake in WATCH.found if mistake.name == "epsilon-lost"]
+
+
+def test_an_epsilon_that_is_0_in_fp16_is_reported_where_it_makes_nan() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = torch.optim.Adam([weight], lr=0.5)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert weight.isnan().all()
+    (mistake,) = WATCH.found
+    assert "eps=1e-08, which is 0 in float16, so it divides by 0" in mistake.text

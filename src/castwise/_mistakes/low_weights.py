@@ -1,4 +1,4 @@
-"""Updates lost in 16-bit weights, and fp32 optimizer state loaded as 16-bit."""
+"""Updates and epsilons lost in 16-bit weights, and fp32 optimizer state loaded as 16-bit."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from castwise.amp._gradients import params_of
 _LOW = (torch.bfloat16, torch.float16)
 _EVERY = 100  # steps 1, 2, 4, 8, ... and every multiple of this are measured
 _SAMPLED = 4096  # approximate number of elements per weight
+_LOST_IN_FP16 = 2.0**-25  # half of the smallest number above 0
 _MATTERS = 0.05  # smallest share of lost updates that is reported; the report uses the same threshold
 
 
@@ -33,9 +34,11 @@ class LowWeights(Finder):
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copy a sample of the weights if this step is measured."""
+        """Report an epsilon that is 0 in fp16, and copy a sample of the weights if this step is measured."""
         self._before = []
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
+        if step == 1 and _is_torchs(optimizer, "step"):
+            self._report_lost_epsilon(optimizer)
         if not (step % _EVERY == 0 or (step < _EVERY and step.bit_count() == 1)) or not _is_torchs(optimizer, "step"):
             return
         dtypes = {param.dtype for param in params_of(optimizer)}.intersection(_LOW)
@@ -90,6 +93,24 @@ class LowWeights(Finder):
     def stop(self) -> None:
         """Drop the copies."""
         self._before = []
+
+    def _report_lost_epsilon(self, optimizer: torch.optim.Optimizer) -> None:
+        lost = [
+            group["eps"]
+            for group in optimizer.param_groups
+            if 0.0 < float(group.get("eps") or 0.0) <= _LOST_IN_FP16
+            and not group.get("fused")  # which computes in fp32
+            and any(param.dtype is torch.float16 for param in group["params"])
+        ]
+        if lost:
+            name = type(optimizer).__name__
+            self.watch.report(
+                "epsilon-lost",
+                f"{name} steps float16 weights here with eps={lost[0]:g}, which is 0 in float16, so it divides by 0 "
+                "where a gradient or its square is 0: keep weights and state in fp32, or pass eps=1e-4",
+                partial(with_master_weights, dtype=torch.float16),
+                caller(),
+            )
 
     def _report_narrowed(self, name: object, dtype: torch.dtype | None) -> None:
         self.watch.report(

@@ -105,7 +105,8 @@ class OfOutput(Case):
         # A masked output may be infinite. It is a fault only if the loss gives it a non-finite gradient.
         has_backward = any(gradient is not None for gradient in self._gradients)
         if has_backward and not any(map(_is_nonfinite, self._gradients)):
-            return []
+            # The gradient of a mean is finite whatever its terms are. No mask makes a NaN that reaches a loss.
+            return [] if self.loss_is_finite is not False else [end for end in ends if end.isnan().any()]
         lost = [(end, gradient) for end, gradient in self._pairs(ends) if _is_nonfinite(end)]
         if self.loss_is_finite:  # then a non-finite element of the gradient comes from that same output element
             lost = [(end, gradient) for end, gradient in lost if _share_nonfinite_element(end, gradient)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -27,6 +27,18 @@ _FORWARDS = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward",
 # Ops that return what they read.
 _PASSING = {f"aten.{name}" for name in ("to", "view", "reshape", "transpose", "t", "squeeze", "unsqueeze", "slice")}
 _SUMS = ("aten.add", "aten.sub")
+# Of ops that save their result and not their input.
+_INVERSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "aten.exp": torch.log,
+    "aten.expm1": torch.log1p,
+    "aten.sqrt": torch.square,
+    "aten.rsqrt": lambda result: result**-2,
+    "aten.reciprocal": torch.reciprocal,
+    "aten.sigmoid": torch.logit,
+    "aten.tanh": torch.atanh,
+    "aten.softmax": torch.log,
+    "aten.log_softmax": torch.clone,
+}
 # Saved for the backward, and no argument of the forward.
 _DERIVED = re.compile(r"(.*_)?(sym_\w+|sizes?|numel|total_weight|scalar_type|options|dim_size)$")
 
@@ -232,7 +244,7 @@ class _Values:
     def backward_of(self, node: Any, gradient: torch.Tensor) -> Iterator[tuple[Edge, torch.Tensor]]:
         """Yield the gradients of an op's inputs, given that of its result; nothing if the op cannot be run again."""
         for overload in _overloads(node.name()):
-            bound = self._bound(overload, node, self._saved[node], unknown=torch.zeros_like(gradient))
+            bound = self._bound(overload, node, self._saved[node], unknown=self._input_from_result(node, gradient))
             if bound is None:
                 continue
             edges = overload.edges(node, self._saved[node])
@@ -255,6 +267,12 @@ class _Values:
             return
         if _op_name(node) in _SUMS and len(node.next_functions) == 1:  # of a number, which is not saved
             yield node.next_functions[0], gradient
+
+    def _input_from_result(self, node: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the input of an op whose backward reads its result instead, and 0 for all others."""
+        inverse, saved = _INVERSES.get(_op_name(node)), self._saved[node]
+        result = next((saved[name] for name in _RESULTS if isinstance(saved.get(name), torch.Tensor)), None)
+        return torch.zeros_like(gradient) if inverse is None or result is None else inverse(result.detach())
 
     def come_from_models(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if any of the tensors is, or shares memory with, an output of a model."""

@@ -24,7 +24,7 @@ def _always(_: Sequence[Range]) -> bool:
 
 
 def _has_zero_divisor(inputs: Sequence[Range]) -> bool:
-    return any(_contains(given, 0.0) for given in inputs[1:])
+    return len(inputs) < 2 or any(_contains(given, 0.0) for given in inputs[1:])  # or an integer or a number
 
 
 def _reaches_zero(inputs: Sequence[Range]) -> bool:
