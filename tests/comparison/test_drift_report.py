@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,28 @@ def test_the_map_of_one_policy_tells_its_modules_apart() -> None:
     of_two = map_of(errors, tuple(error / 8 for error in errors))
     assert [cell.values["introduced"].look for cell in of_two.rows[0].cells] == ["8", "6"]
     assert of_two.ranges["introduced"] == ("\N{LESS-THAN OR EQUAL TO} 2.9e-06", "2.9e-03")
+
+
+def test_on_a_phone_three_policies_are_in_sight_and_names_stay_beside_their_numbers(
+    browser: Browser, tmp_path: Path
+) -> None:
+    class Residual(nn.Linear):
+        """Has a number and "returns fp32" in its cell."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + super().forward(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(OrderedDict(layer_norm_of_attention=nn.LayerNorm(8), block=Residual(8, 8)))
+    compared = {"bf16": policies.bf16, "fp16": policies.fp16, "fp32": castwise.Policy("float32")}
+    drift = castwise.compare(model, batches(), compared, loss=F.cross_entropy)
+    browser.open(drift.report(tmp_path / "page.html"), width=400)
+    assert browser.run("document.querySelector('.heat').getBoundingClientRect().right") <= 400
+    name = "document.querySelector('.effects tbody th').getBoundingClientRect()"
+    before = browser.run(f"{name}.left")
+    browser.driver.execute_script("document.querySelector('.effects .scroll').scrollLeft = 200")
+    assert browser.run(f"{name}.left") == pytest.approx(before, abs=20)
+    assert browser.run(f"{name}.width") <= 160
 
 
 def test_a_page_begins_with_the_result_and_gives_effects_in_units_of_the_loss(tmp_path: Path) -> None:
