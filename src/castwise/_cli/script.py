@@ -32,6 +32,8 @@ from castwise.monitor._records import MistakeRecord
 from castwise.policy._policy import Policy
 from castwise.report._summary import Level, Summary
 
+_LINES_SHOWN = 3  # of an edit
+
 
 class Ending(NamedTuple):
     """What to do when a script ends.
@@ -178,12 +180,17 @@ class Script:
 
 
 def _edits(out: Path, summary: Summary | None) -> list[str]:
-    """Return a line that leads to `castwise fix`, where it has an edit."""
-    edits = 0
+    """Return a line that leads to `castwise fix`, where it has an edit; with the edit, if it is one of few lines."""
+    edits, new = 0, list[str]()
     with suppress(Exception):  # a script that cannot be read is no reason to end the run
-        edits = sum(script.edits for script in corrections(summary.runs if summary is not None else ()))
+        scripts = [script for script in corrections(summary.runs if summary is not None else ()) if script.edits]
+        edits = sum(script.edits for script in scripts)
+        new = scripts[0].new_lines() if edits == 1 else []
     where = "" if str(out) == RUNS else f" {shlex.quote(str(out))}"
-    return [f"castwise fix{where} prints {several(edits, 'edit')} of the script for this"] if edits else []
+    text = f"castwise fix{where} prints {several(edits, 'edit')} of the script for this"
+    if 0 < len(new) <= _LINES_SHOWN:
+        text = "\n".join([f"{text}:", *(f"    + {line}" for line in new)])
+    return [text] if edits else []
 
 
 def _print_failure(text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import os
+import textwrap
 import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -80,6 +81,12 @@ class Corrected:
         old, new = (_rows(f"{mark}{text}") for text in (self.old, self.new))
         lines = difflib.unified_diff(old, new, f"a/{self.path}", f"b/{self.path}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+    def new_lines(self) -> list[str]:
+        """Return the lines that the edits write, without the indentation that all of them have."""
+        marked = [*difflib.unified_diff(self.old.splitlines(), self.new.splitlines(), n=0, lineterm="")]
+        new = [line[1:] for line in marked[2:] if line.startswith("+")]  # below the names of the files
+        return textwrap.dedent("\n".join(new)).splitlines()
 
     def record(self) -> dict[str, object]:
         """Return JSON-compatible values."""
