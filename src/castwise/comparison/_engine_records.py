@@ -66,7 +66,8 @@ def from_sglang(
         responses: Mappings whose `meta_info` has `output_token_logprobs`, a list of (log-probability, token id, text).
             Those of the prompt (`input_token_logprobs`, from `logprob_start_len` on), of the likeliest tokens
             (`input_top_logprobs`, `output_top_logprobs`) and the experts that were chosen (`routed_experts`, for a
-            whole sequence) are read where they are given.
+            whole sequence) are read where they are given. Sample at temperature 1, or start the server with
+            `SGLANG_RETURN_ORIGINAL_LOGPROB=1`: otherwise, log-probabilities have the temperature in them.
         prompts: The token ids of each prompt, in the same order.
         routers: Names of the model's routers, one for each layer that the engine records; None for a layer that has no
             router. Without them, experts are left out, with a warning.

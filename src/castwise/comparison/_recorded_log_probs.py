@@ -186,7 +186,8 @@ def compare_log_probs(
         model: The model, in evaluation mode. It maps token ids of shape (1, tokens) to logits of shape (1, tokens,
             classes), or to an object or mapping with `logits`, or to a tuple that begins with them.
         records: A file of JSON lines, or a list of mappings or `TokenRecord` objects, with the fields of `TokenRecord`;
-            or a data frame with a row for each token and the columns `sequence`, `token` and `log_prob`.
+            or a data frame with a row for each token and the columns `sequence`, `token`, `log_prob`, and optionally
+            `top` and `experts`, which hold a mapping for each token.
         policy: The precision of the trainer; None runs the model as it is, in the caller's autocast region.
         engine: The precision of the engine, such as `castwise.policies.bf16`. With it, the model is also run in that
             precision, and compared module by module on the sequences with the largest differences. `compare` then has
