@@ -18,7 +18,6 @@ from castwise.monitor import FP16, Run
 from castwise.monitor._exponents import count, tally
 from castwise.monitor._records import SampleRecord, StepRecord
 from castwise.report import Advice, Verdict, verdict
-from castwise.report._fault_advice import GUARD
 from castwise.report._run_facts import Ranges, RunFacts
 from castwise.report._skips import STREAK_MATTERS, Finding, assign
 
@@ -655,7 +654,8 @@ def test_a_step_that_was_taken_with_a_nan_loses_the_training_and_is_diagnosed(tm
         "Training is lost from step 7 on: the loss was inf or NaN, and the step was taken. Resume from a checkpoint of "
         "step 6 or earlier."
     )
-    assert first_finding.text.endswith(f"Step 7: Log of 0. Clamp it. {GUARD}")
+    guard = 'castwise run --guard, or in code castwise.GradScaler("cpu", schedule=castwise.schedules.Guard()).'
+    assert first_finding.text.endswith(f"Step 7: Log of 0. Clamp it. To skip such steps: {guard}")
 
 
 def test_a_first_fault_of_the_loss_or_the_data_is_no_divergence(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_nan_that_nothing_skips_is_the_end_of_training() -> None:
     assert worst.text == (
         "Training is lost: gradients became inf or NaN between step 6 (the last finite sample) and step "
         "8, and steps were taken. Resume from a checkpoint of step 6 or earlier: a later one may contain inf or NaN. "
-        "Continue with GradScaler(device, schedule=castwise.schedules.Guard()), which skips such steps."
+        'Continue with castwise.GradScaler("cuda", schedule=castwise.schedules.Guard()), which skips such steps.'
     )
     assert worst.evidence["last_finite_sample_step"] == 6
     worst = next(iter(trained(nn.Linear(4, 1), None, lambda _: torch.full((6, 4), math.nan), torch.bfloat16)))

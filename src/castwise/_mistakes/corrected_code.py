@@ -243,7 +243,10 @@ def disabled_scaler(line: ScriptLine) -> str:
     else:
         kept = [text for text in _given(line, call) if not text.startswith("enabled=")]
         code = line.replaced(line.statement, call.node, f"{call.owner}({', '.join([*kept, 'enabled=False'])})")
-    return f"{code}\n# or castwise.GradScaler(schedule=castwise.schedules.Guard()), to skip non-finite steps only"
+    device = f"{line.source.text_of(call.node.args[0])}, " if call and call.node.args and line.source else ""
+    return (
+        f"{code}\n# or castwise.GradScaler({device}schedule=castwise.schedules.Guard()), to skip non-finite steps only"
+    )
 
 
 def scaler_for(line: ScriptLine, device: str) -> str:

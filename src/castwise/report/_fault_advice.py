@@ -14,12 +14,6 @@ from castwise.report._run_facts import RunFacts
 from castwise.report._saturation import saturated_layer
 from castwise.report._skips import Finding, Skips
 
-GUARD = "To skip such steps: castwise run --guard, or in code GradScaler(device, schedule=castwise.schedules.Guard())."
-_SHARDED = "castwise.ShardedGradScaler(schedule=castwise.schedules.Guard())."
-_GUARDS_OF_SPLIT = {
-    True: f"To skip such steps on all ranks: castwise run --guard, or in code {_SHARDED}",
-    False: f"To skip such steps on all ranks: {_SHARDED}",
-}
 # Losses of many healthy runs do not fall (GANs, fine-tuning), so large updates have to be seen too. At a usual rate an
 # update is a hundredth of the weights or less.
 LARGE_UPDATE = 0.3
@@ -65,8 +59,21 @@ def taken_steps(facts: RunFacts) -> Iterator[Advice]:
         evidence,
         "critical" if is_lost else "warning",
         diagnosed,
-        GUARD if split is None else _GUARDS_OF_SPLIT[is_replayable],
+        _prevention(facts, split is not None, is_replayable),
     )
+
+
+def _prevention(facts: RunFacts, is_split: bool, is_guarded: bool) -> str:
+    scaler = guarding_scaler(facts, "ShardedGradScaler" if is_split else "GradScaler")
+    on_ranks = " on all ranks" if is_split else ""
+    return f"To skip such steps{on_ranks}: {'castwise run --guard, or in code ' if is_guarded else ''}{scaler}."
+
+
+def guarding_scaler(facts: RunFacts, name: str = "GradScaler") -> str:
+    """Return the code of a scaler that skips steps with an inf or NaN, on the device of the run."""
+    about = facts.run.about
+    device = "cpu" if about is not None and about.device == "cpu" else "cuda"
+    return f'castwise.{name}("{device}", schedule=castwise.schedules.Guard())'
 
 
 def skipped_gradients(facts: RunFacts) -> Iterator[Advice]:

@@ -9,6 +9,7 @@ from castwise._number_text import percent, power_of_two, several
 from castwise.monitor import _causes as causes
 from castwise.report._advice import Advice, Measured, Severity
 from castwise.report._diagnosed import Diagnosed, first_and_last
+from castwise.report._fault_advice import guarding_scaler
 from castwise.report._range_advice import innermost
 from castwise.report._ranks import on_ranks
 from castwise.report._run_facts import RunFacts, shown
@@ -71,7 +72,7 @@ def poisoned_weights(facts: RunFacts) -> Iterator[Advice]:
     before = {sample.step for sample in facts.run.samples if sample.step < first} - facts.skipped_steps
     last_finite = max(before, default=0)
     is_lost = set(later) <= set(facts.poisoned)
-    guard = "GradScaler(device, schedule=castwise.schedules.Guard())"
+    guard = guarding_scaler(facts)
     yield Advice(
         f"Training is lost: {_since(last_finite, first)} Continue with {guard}, which skips such steps."
         if is_lost
