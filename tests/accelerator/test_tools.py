@@ -356,6 +356,47 @@ def test_without_a_scaler_two_options_name_line_and_sample_and_a_run_without_the
         assert "could not be replayed. On an accelerator, castwise run --snapshots or --guard" in text
 
 
+LOSSES = """
+import sys
+import torch
+from tests.accelerator.training import DEVICE
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4).to(DEVICE)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(1, 17):
+    x, weights = torch.randn(4, 8).to(DEVICE), torch.full((4, 1), float(step != 10)).to(DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        output = model(x)
+    if sys.argv[1] == "loss":
+        loss = (output.float().square() * weights).sum() / weights.sum()
+    else:
+        loss = (output.float() * weights).square().sum(1).sqrt().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("which", "code", "found"),
+    [
+        ("loss", ".sum() / weights.sum()", "In the loss, aten.div gives nan, at train.py:{}."),
+        ("gradient", ".sum(1).sqrt()", "In the loss, the gradient of aten.sqrt gives inf, at train.py:{}."),
+    ],
+)
+def test_without_a_scaler_or_an_option_the_line_of_a_loss_is_named(
+    which: str, code: str, found: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(LOSSES)
+    run = castwise_command("run", "train.py", which, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    line = next(number for number, text in enumerate(LOSSES.splitlines(), 1) if code in text)
+    text = " ".join(run.stderr.split())
+    assert "Training is lost from step 10 on" in text
+    assert found.format(line) in text
+
+
 def test_a_schedule_that_is_exhausted_raises() -> None:
     training = Training(castwise, schedule=castwise.schedules.Dynamic(2.0**10, patience=2, on_exhausted="raise"))
     with pytest.raises(castwise.ScaleExhausted, match="non-finite loss") as raised:

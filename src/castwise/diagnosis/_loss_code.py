@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from castwise._mistakes.mistake import Place, is_passed_over
-from castwise._torch_private import graph_nodes_made, number_of_node
+from castwise._torch_private import graph_nodes_made, number_of_node, version
+from castwise.amp._devices import is_capturing
 from castwise.diagnosis._diagnosis import Diagnosis
 from castwise.diagnosis._loss_graph import LossFault, first_fault, first_fault_of_backward, frozen, nodes_of, saved_by
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
@@ -31,6 +32,64 @@ class _Kept(NamedTuple):
     loss: torch.Tensor
     nodes: list[Any]
     saved: list[dict[str, Any]]
+    versions: list[int]
+    """Of the tensors in `saved`, in order."""
+
+
+class LossesOfStep:
+    """The losses of a step and what their code has saved, to find a fault in once it is known that there is one.
+
+    On an accelerator that is after the step, so tensors that were written to since, such as weights, are unknown then.
+
+    Args:
+        code: The loss code.
+        kept: The losses.
+        outputs: The models' outputs, by the number of their node and their index among its outputs.
+    """
+
+    def __init__(self, code: LossCode, kept: list[_Kept], outputs: dict[tuple[int, int], torch.Tensor]) -> None:
+        self._code, self._kept, self._outputs = code, kept, outputs
+        self._versions = {edge: version(tensor) for edge, tensor in outputs.items()}
+
+    def fault(self, *, of_model: bool) -> Diagnosis | None:
+        """Return the origin of the first loss that is not finite. Waits for an accelerator.
+
+        Args:
+            of_model: Whether to return a fault that the loss reads from a model's output as well.
+        """
+        for loss, nodes, saved in self._unchanged():
+            if not loss.isfinite().all():
+                fault = first_fault(loss, nodes, self._known_outputs(), saved)
+                if fault is not None and (of_model or fault.reads != "model"):
+                    return self._code.diagnosis(loss, nodes, fault)
+        return None
+
+    def fault_of_backward(self) -> Diagnosis | None:
+        """Return the origin of gradients of finite losses that are not finite. Waits for an accelerator."""
+        for loss, nodes, saved in self._unchanged():
+            fault = first_fault_of_backward(loss, nodes, self._known_outputs(), saved)
+            if fault is not None:
+                return self._code.diagnosis(loss, nodes, fault, is_of_backward=True)
+        return None
+
+    def _unchanged(self) -> Iterator[tuple[torch.Tensor, list[Any], list[dict[str, Any]]]]:
+        for loss, nodes, saved, versions in self._kept:
+            before = iter(versions)
+            yield (
+                loss,
+                nodes,
+                [
+                    {
+                        name: value
+                        for name, value in of_node.items()
+                        if not isinstance(value, torch.Tensor) or version(value) == next(before)
+                    }
+                    for of_node in saved
+                ],
+            )
+
+    def _known_outputs(self) -> dict[tuple[int, int], torch.Tensor]:
+        return {edge: tensor for edge, tensor in self._outputs.items() if version(tensor) == self._versions[edge]}
 
 
 class LossCode:
@@ -69,7 +128,7 @@ class LossCode:
         """Note what a model has returned."""
         self._has_models = True
         self._intervals.append((began, graph_nodes_made()))
-        tensors = [tensor for tensor in outputs if tensor.grad_fn is not None and tensor.device.type == "cpu"]
+        tensors = [tensor for tensor in outputs if tensor.grad_fn is not None and not tensor.is_meta]
         if sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES // _FORWARDS:
             self._outputs.append({(number_of_node(t.grad_fn), t.output_nr): t.detach() for t in tensors})
         self.read_lines()
@@ -81,11 +140,11 @@ class LossCode:
             torch.set_anomaly_enabled(True, self._anomaly[0] and self._anomaly[1])
 
     def backward_begins(self, loss: torch.Tensor, *, is_finite: bool) -> Diagnosis | None:
-        """Note that the backward of a loss begins. Return the origin of a loss that is not finite."""
+        """Note that the backward of a loss begins. Return the origin of a loss that is known not to be finite."""
         has_lines = self._anomaly is not None
         self._stop_reading_lines()
         self._backwards += 1
-        if loss.grad_fn is None or loss.device.type != "cpu":
+        if loss.grad_fn is None or loss.is_meta or is_capturing(loss):
             return None
         nodes = nodes_of(loss, self._is_of_model)
         if has_lines:
@@ -96,22 +155,14 @@ class LossCode:
         if not nodes:  # the loss is an output of a model
             return None
         fault = first_fault(loss, nodes, self._known_outputs(), [saved_by(node) for node in nodes])
-        return None if fault is None else self._diagnosis(loss, nodes, fault)
+        return None if fault is None else self.diagnosis(loss, nodes, fault)
 
-    def take(self) -> Callable[[], Diagnosis | None]:
-        """Forget the losses of a step, and return a function that finds the origin of gradients that are not finite."""
-        kept, outputs = list(self._kept), self._known_outputs()
+    def take(self) -> LossesOfStep:
+        """Return the losses of a step, and forget them."""
+        losses = LossesOfStep(self, list(self._kept), self._known_outputs())
         self._kept.clear()
         self._outputs.clear()
-
-        def fault_of_backward() -> Diagnosis | None:
-            for loss, nodes, saved in kept:
-                fault = first_fault_of_backward(loss, nodes, outputs, saved)
-                if fault is not None:
-                    return self._diagnosis(loss, nodes, fault, is_of_backward=True)
-            return None
-
-        return fault_of_backward
+        return losses
 
     def _keep(self, loss: torch.Tensor, nodes: list[Any]) -> None:
         """Keep what the loss code has saved over its backward, which frees it, if that is little."""
@@ -120,7 +171,7 @@ class LossCode:
         saved = [{name: _detached(value) for name, value in saved_by(node).items()} for node in nodes]
         tensors = [value for of_node in saved for value in of_node.values() if isinstance(value, torch.Tensor)]
         if sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES // _FORWARDS:
-            self._kept.append(_Kept(loss.detach(), frozen(nodes), saved))
+            self._kept.append(_Kept(loss.detach(), frozen(nodes), saved, list(map(version, tensors))))
 
     def _known_outputs(self) -> dict[tuple[int, int], torch.Tensor]:
         return {edge: tensor for kept in self._outputs for edge, tensor in kept.items()}
@@ -141,9 +192,10 @@ class LossCode:
     def _is_of_model(self, number: int) -> bool:
         return any(first <= number < end for first, end in self._intervals)
 
-    def _diagnosis(
+    def diagnosis(
         self, loss: torch.Tensor, nodes: list[Any], fault: LossFault, *, is_of_backward: bool = False
     ) -> Diagnosis:
+        """Return the diagnosis of a fault in the code of a loss."""
         place = self._line(nodes, fault.place)
         inputs = tuple(filter(None, map(range_of, fault.inputs)))
         output = range_of(fault.output)

@@ -24,7 +24,7 @@ from castwise.diagnosis._diagnosis import Diagnosis, NonFinite, diagnose_replay,
 from castwise.diagnosis._earlier_weights import WeightsOfStep
 from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES, LoadedBatch
-from castwise.diagnosis._loss_code import LOSS_CODE
+from castwise.diagnosis._loss_code import LOSS_CODE, LossesOfStep
 from castwise.diagnosis._replay import is_replaying
 from castwise.diagnosis._trials import EarlierTrials, Past
 from castwise.tracing._module_hooks import ModuleHooks
@@ -145,8 +145,9 @@ class MicroBatches:
         self.iteration = iteration
         self.of_loss: Diagnosis | None = None
         """The origin of a loss that was not finite, in the code between model and loss."""
-        self.of_loss_backward: Callable[[], Diagnosis | None] = lambda: None
-        """Finds the origin of gradients that the backward of that code has made infinite."""
+        self.losses: LossesOfStep | None = None
+        """To find the origin of gradients that the backward of that code has made infinite, and on an accelerator that
+        of a loss."""
         self._batches: deque[MicroBatch] = deque(maxlen=MOST)
         self.at_fault: MicroBatch | None = None
         """The micro-batch that the diagnosis is of."""
@@ -214,7 +215,7 @@ class MicroBatches:
                 and (replayed.op or replayed.phase != "loss" or replayed.remedy == "scale")
             )
             if not is_explained:
-                of_loss = self.of_loss_backward() if loss_is_finite else self.of_loss
+                of_loss = self.diagnose_loss(cause, of_model=True)
                 self._diagnosis = of_loss or replayed
                 if of_loss and self.at_fault is None:
                     bad = (batch for batch in self._batches if batch.has_bad_gradients())
@@ -222,6 +223,19 @@ class MicroBatches:
             if self._diagnosis is not None and weights_of is not None:
                 self._diagnosis = self._with_other_weights(self._diagnosis, scale, weights_of)
         return self._diagnosis
+
+    def diagnose_loss(self, cause: Cause | None, *, of_model: bool = False) -> Diagnosis | None:
+        """Return the fault in the code between model and loss, which needs no replay; None if none is known.
+
+        Args:
+            cause: Why the step is not finite, if it is known.
+            of_model: Whether to return a fault that the loss reads from a model's output as well.
+        """
+        if self.losses is None:
+            return None
+        if loss_is_finite_of(cause):  # the scaled one may not be
+            return self.losses.fault_of_backward()
+        return self.of_loss or self.losses.fault(of_model=of_model)
 
     def _with_other_weights(self, replayed: Diagnosis, scale: float, step: int) -> Diagnosis:
         """Return what a replay with the weights of another step shows."""
@@ -315,7 +329,7 @@ class Recording:
         if self._hooks is not None:
             self._hooks.put_back()
         taken = self._batches
-        taken.of_loss, taken.of_loss_backward = BACKWARD_CALLS.fault, LOSS_CODE.take()
+        taken.of_loss, taken.losses = BACKWARD_CALLS.fault, LOSS_CODE.take()
         for model in taken.with_changed_inputs():
             self._inputs[model].copies_tensors = True
         self._begin(0)

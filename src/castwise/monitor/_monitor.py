@@ -546,15 +546,21 @@ class Monitor:
         return self.diagnosis
 
     def _replayed_late(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
-        """Replay the batch of the first step that was taken with an inf or NaN, with weights from before it."""
-        if self._has_lost_weights or facts.cause is None or self._weights is None:
+        """Diagnose the first step that was taken with an inf or NaN.
+
+        Its batch is replayed with weights from before it, if they are kept. The code of the loss needs no replay.
+        """
+        if self._has_lost_weights or facts.cause is None:
             return None if batches is None else batches.diagnosis  # of optimizers that share them
         self._has_lost_weights = True
-        kept = self._weights.latest(facts.number)
-        if kept is None:
-            return None
-        with kept.applied():
-            return self._replayed(facts, batches, weights_of=kept.step)
+        kept = None if self._weights is None else self._weights.latest(facts.number)
+        if kept is not None:
+            with kept.applied():
+                return self._replayed(facts, batches, weights_of=kept.step)
+        if batches is not None:
+            with self._guard:  # the step is recorded anyway
+                self.diagnosis = batches.diagnose_loss(facts.cause)
+        return self.diagnosis
 
     def _agreed(self, facts: StepFacts) -> StepFacts:
         """Return the facts of a step with what other ranks of a split model know, if they arrive after the step."""
