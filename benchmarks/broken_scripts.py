@@ -3,7 +3,8 @@
     python -m benchmarks.broken_scripts
 
 Each script in benchmarks/broken names its cause and remedy in the docstring, and marks the line with the fault. With
-BROKEN=0 it is its own healthy twin. Writes benchmarks/results/broken_scripts-cpu.json and the table in
+BROKEN=0 it is its own healthy twin. Those in its folder public have faults that were reported to public projects, in
+this project's own words, and name the report. Writes benchmarks/results/broken_scripts-cpu.json and the table in
 benchmarks/README.md.
 """
 
@@ -35,8 +36,10 @@ FOLDER = Path(__file__).parent / "broken"
 
 def main() -> None:
     torch.set_num_threads(1)
-    scripts = {path.stem: judged(path) for path in sorted(FOLDER.glob("*.py"))}
-    record = {"machine": recording.machine(), "scripts": scripts}
+    scripts, public = (
+        {path.stem: judged(path) for path in sorted(folder.glob("*.py"))} for folder in (FOLDER, FOLDER / "public")
+    )
+    record = {"machine": recording.machine(), "scripts": scripts, "public": public}
     recording.write("broken_scripts-cpu", record, table(record))
     print(table(record))
 
@@ -49,8 +52,10 @@ def judged(path: Path) -> dict[str, Any]:
     broken, healthy = answer(path, is_broken=True), answer(path, is_broken=False)
     text = broken["text"].lower()
     places = [int(number) for number in re.findall(rf"{path.name}:(\d+)", broken["text"])]
+    source = {"source": _named(lines, "Source")} if path.parent != FOLDER else {}
     return {
         "fault": lines[0].strip('"'),
+        **source,
         "cause": expected["Cause"].lower() in text and broken["is_reported"],
         "line": marked[0] in places if marked else None,
         "remedy": expected["Remedy"].lower() in text if expected["Remedy"] else None,
@@ -99,10 +104,14 @@ def _named(lines: list[str], key: str) -> str:
 
 
 def table(record: dict[str, Any]) -> str:
-    scripts = record["scripts"]
+    parts = [headline(record["machine"]), "", *_rows(record["scripts"])]
+    return "\n".join([*parts, "", "Faults that were reported to public projects:", "", *_rows(record["public"])])
+
+
+def _rows(scripts: dict[str, Any]) -> list[str]:
     shown = {True: "yes", False: "**no**", None: "-"}
     rows = [
-        f"| {one['fault']} | {shown[one['cause']]} | {shown[one['line']]} | {shown[one['remedy']]} | "
+        f"| {_linked(one)} | {shown[one['cause']]} | {shown[one['line']]} | {shown[one['remedy']]} | "
         f"{'**yes**' if one['false_alarm'] else 'no'} | {one['seconds']:.1f} |"
         for one in scripts.values()
     ]
@@ -110,7 +119,14 @@ def table(record: dict[str, Any]) -> str:
     alarms = sum(one["false_alarm"] for one in scripts.values())
     total = f"{right} of {len(scripts)} answered in full; false alarms for {alarms} of {len(scripts)} healthy twins."
     head = ["| script | cause | line | remedy | false alarm | seconds |", "|---|---|---|---|---|---|"]
-    return "\n".join([headline(record["machine"]), "", *head, *rows, "", total])
+    return [*head, *rows, "", total]
+
+
+def _linked(one: dict[str, Any]) -> str:
+    if "source" not in one:
+        return str(one["fault"])
+    report = re.sub(r"https://github.com/(.+)/(?:issues|pull)/", r"\1#", one["source"])
+    return f"{one['fault']} [{report}]({one['source']})"
 
 
 if __name__ == "__main__":

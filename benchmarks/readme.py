@@ -31,12 +31,8 @@ def figures(docs: str) -> str:
     """
     step = result("step_cost")["results"]["124M, fused AdamW"]["castwise_to_torch"]["scaled + clipped step + update"]
     inference = result("weight_cache")["cases"]["MLP, inference, batch 1"]["torch / castwise"]
-    faults = result("fault_finding")
-    by_castwise, by_transformers = (
-        [of[tool]["named"] for of in faults["results"].values() if of["castwise.diagnose"]["named"] is not None]
-        for tool in ("castwise.diagnose", "DebugUnderflowOverflow")
-    )
-    planted = faults["rounds"] * len(by_castwise)
+    public = result("broken_scripts")["public"].values()
+    explained = sum(False not in (one["cause"], one["line"], one["remedy"]) for one in public)
     fp32, split = (result("master_weights")["bytes per parameter"][name] for name in ("fp32 weights", "split"))
     steps = result("master_weights")["optimizer steps"]["fused AdamW"]["to fp32 weights"]["split"]["median"]
     training = result("master_weights")["training step"]["to fp32 weights"]["split"]["median"]
@@ -45,13 +41,13 @@ def figures(docs: str) -> str:
         "`scaler.clip_grad_norm_` than with `torch.amp`.",
         f"bf16 inference with fp32 weights (an MLP, batch size 1) is {inference['median']:.1f} times as fast with a "
         "`WeightCache` as with `torch.autocast`.",
-        f"castwise named the module behind {sum(by_castwise)} of {planted} planted infs and NaNs; the next best tool, "
-        f"transformers' DebugUnderflowOverflow, named {sum(by_transformers)}.",
+        f"Of {len(public)} faults that users have reported to public projects, `castwise run` names cause, line and "
+        f"remedy of {explained}: [all of them]({'benchmarks/README.md' if docs else 'benchmarks.md'}), with links.",
         f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
         f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
         f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}.",
-        f"A training step of a GPT takes {training:.2f} times as long with `MasterWeights`, and the step of fused AdamW"
-        f" in it {steps:.1f} times.",
+        f"A training step of a GPT takes {training:.2f} times as long with `MasterWeights`, although the step of fused "
+        f"AdamW in it takes {steps:.1f} times as long.",
         "With `MasterWeights`, losses are bit for bit those of fp32 weights if [gradients are summed in fp32 and no "
         f"code reads a weight or its dtype]({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights).",
     ]
