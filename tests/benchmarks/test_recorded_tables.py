@@ -23,6 +23,7 @@ TABLES = {
     "planted_precision": "planted_precision-cpu",
     "planted_spikes": "planted_spikes-cpu",
     "tune": "tune-cpu",
+    "torch_tests": "torch_tests",
     "core_coverage": "coverage",
     "foreign.report": "foreign-cpu",
 }
