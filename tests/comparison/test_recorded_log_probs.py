@@ -102,6 +102,10 @@ def test_what_rounding_explains_and_what_is_left_for_the_engine(model: Experts) 
     assert other.precision.left == pytest.approx(0.3, rel=0.2)
     assert "left for the engine" in str(other)
     assert "<table" in other._repr_html_()
+    of_fp32 = [{"tokens": row, "log_probs": log_probs(model, row)} for row in sequences]
+    wrong = compare_log_probs(model, of_fp32, engine=castwise.policies.bf16)
+    assert "they were not made in this precision" in str(wrong)
+    assert "explains" not in str(wrong)
 
 
 def test_the_trainers_own_precision_is_that_of_the_policy_or_of_the_callers_region(model: Experts) -> None:
@@ -329,6 +333,10 @@ def test_models_in_training_and_lines_that_are_no_json_are_refused(model: Expert
 def test_options_out_of_range_are_refused_before_the_model_runs(model: Experts) -> None:
     with pytest.raises(ValueError, match="0 <= low < high"):
         compare_log_probs(model, [RECORD], clip_band=(1.2, 0.8))
+    with pytest.raises(TypeError, match=r"engine must be a policy, such as castwise\.policies\.bf16, got 'bf16'"):
+        compare_log_probs(model, [RECORD], engine="bf16")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"records\[0\]: the model cannot look up 2 tokens from 1 to 16"):
+        compare_log_probs(model, [{"tokens": [16, 1, 2], "log_probs": [None, -1.0, -1.0]}])
     with pytest.raises(ValueError, match="worst must be an integer >= 1, got 0"):
         compare_log_probs(model, [RECORD], worst=0)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _IGNORED = -100
 _FIRST_POSITIONS = 16  # tokens in the first group of positions; each group is twice as long as the one before
 _SHOWN = 8
+_MORE = 1.5  # what a precision changes, over the difference of records that were made in it; 1 on average
 
 
 @dataclass(frozen=True)
@@ -128,14 +129,21 @@ class RecordedDrift(Shown):
             f"{found.kl_k1:.3g} (k1), {percent(found.outside_band)} outside {low:g} .. {high:g}"
         )
 
+    def _explained(self, by: PrecisionShare) -> str:
+        if by.precision > _MORE * by.recorded:
+            return (
+                f"the precision of `engine` alone changes {by.precision:.3g} nats, and the records differ by "
+                f"{by.recorded:.3g}: they were not made in this precision"
+            )
+        return (
+            f"precision explains {percent(by.share)} of the mean square: {by.precision:.3g} of {by.recorded:.3g} nats; "
+            f"{by.left:.3g} are left for the engine"
+        )
+
     def _blocks(self) -> Iterator[Block]:
         yield self.headline()
         if self.precision is not None:
-            yield (
-                f"precision explains {percent(self.precision.share)} of the mean square: "
-                f"{self.precision.precision:.3g} of {self.precision.recorded:.3g} nats; {self.precision.left:.3g} are "
-                "left for the engine"
-            )
+            yield self._explained(self.precision)
         yield Table(
             [("positions", *_HEADER), *((f"{a} .. {b}", *_row(found)) for (a, b), found in self.positions.items())],
             range(1, 20),
@@ -217,6 +225,9 @@ def compare_log_probs(
         raise ValueError("the model is in training mode, in which dropout changes log-probabilities: call model.eval()")
     if isinstance(worst, bool) or not isinstance(worst, int) or worst < 1:
         raise ValueError(f"worst must be an integer >= 1, got {worst!r}")
+    for name, given in (("policy", policy), ("engine", engine)):
+        if not isinstance(given, (Policy, BoundPolicy, type(None))):
+            raise TypeError(f"{name} must be a policy, such as castwise.policies.bf16, got {given!r}")
     read, call, sums = read_records(records), forward or _called, _Sums(checked_band(clip_band))
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     with _routers(model, read) as chosen, ExitStack() as stack, notebook_progress() as progress:
@@ -264,7 +275,14 @@ class _Run(NamedTuple):
     def log_probs(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probabilities of the recorded tokens in fp64, and the likeliest token for each position."""
         (inputs, targets) = _batch(self.record, self.device)
-        outputs = self.forward(self.model, inputs)
+        try:
+            outputs = self.forward(self.model, inputs)
+        except IndexError as error:
+            lowest, highest, length = min(self.record.tokens), max(self.record.tokens), inputs.shape[1]
+            raise ValueError(
+                f"records[{self.number}]: the model cannot look up {length} tokens from {lowest} to {highest}: one is "
+                "out of its vocabulary, or they are too many"
+            ) from error
         log_probs, logits = token_log_probs(outputs, targets), logits_of(outputs)
         if log_probs is None or logits is None:
             classes = "" if logits is None else f", got logits of shape {tuple(logits.shape)}"
