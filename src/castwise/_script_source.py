@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import bisect
 import io
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -177,7 +178,8 @@ class ScriptSource:
     def names_at(self, node: ast.AST) -> Names:
         """Return the names of the scaler and the optimizer in the function of a node.
 
-        An optimizer that no scaler steps is the one that steps at the node.
+        An optimizer that no scaler steps is the one that steps at the node. Of several that scalers step, it is the
+        only one that steps between the node and the next backward.
         """
         calls = self.calls_beside(node)
         steps = [call for call in calls if call.method == "step" and not call.node.args]
@@ -185,9 +187,17 @@ class ScriptSource:
         updated = {call.owner for call in calls if call.method == "update"}
         scalers = {call.owner for call in calls if call.method == "unscale_" or self.is_scaled_backward(call)}
         scalers |= {call.owner for call in calls if call.method == "step" and call.node.args} & updated
-        stepping = [call.node.args for call in calls if call.owner in scalers and call.method in ("step", "unscale_")]
-        stepped = {ast.unparse(given[0]) for given in stepping if given and _is_name(given[0])}
-        return Names(_only(scalers), _only(stepped or here))
+        stepping = [call.node for call in calls if call.owner in scalers and call.method in ("step", "unscale_")]
+        stepped = [
+            (step.lineno, ast.unparse(step.args[0])) for step in stepping if step.args and _is_name(step.args[0])
+        ]
+        first = node.lineno if isinstance(node, ast.stmt) else 0
+        backwards = (call.node.lineno for call in calls if call.method == "backward" or self.is_scaled_backward(call))
+        last = min((line for line in backwards if line > first), default=math.inf)
+        optimizer = _only({name for _, name in stepped}) or _only(
+            {name for line, name in stepped if first <= line < last}
+        )
+        return Names(_only(scalers), optimizer or ("" if stepped else _only(here)))
 
     def is_scaled_backward(self, call: MethodCall) -> bool:
         """Return True for the `scaler.scale(loss)` of `scaler.scale(loss).backward()`."""

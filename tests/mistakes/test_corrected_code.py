@@ -90,6 +90,24 @@ for batch in batches:
     s.unscale_(opt)
     s.step(opt)
 """
+OF_A_GAN = """\
+for real in batches:
+    s.scale(loss_of(critic, real)).backward()
+    clip_grad_norm_(critic.parameters(), 1.0)  # here
+    s.step(opt_c)
+    s.scale(loss_of(maker, real)).backward()
+    clip_grad_norm_(maker.parameters(), 1.0)
+    s.step(opt_m)
+    s.update()
+"""
+OF_ONE_LOSS = """\
+for batch in batches:
+    s.scale(net(batch)).backward()
+    clip_grad_norm_(net.parameters(), 1.0)  # here
+    s.step(opt_a)
+    s.step(opt_b)
+    s.update()
+"""
 IN_A_METHOD = """\
 class Trainer:
     def __init__(self, net):
@@ -122,6 +140,16 @@ norm = get_total_norm(net)  # here
 @pytest.mark.parametrize(
     ("correct", "script", "expected"),
     [
+        (
+            corrected_code.unscaled_before,
+            OF_A_GAN,
+            "s.unscale_(opt_c)\nclip_grad_norm_(critic.parameters(), 1.0)",
+        ),
+        (
+            corrected_code.unscaled_before,
+            OF_ONE_LOSS,
+            "s.unscale_(optimizer)\nclip_grad_norm_(net.parameters(), 1.0)\n# optimizer is that of the training loop",
+        ),
         (corrected_code.unscaled_before, IN_A_CLASS, "# before line 9:\nself.grad_scaler.unscale_(self.opt)"),
         (
             corrected_code.after_region,
