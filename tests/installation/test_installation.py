@@ -615,3 +615,29 @@ def test_ranks_that_start_together_find_nothing_to_remove(tmp_path: Path, monkey
         trained(small_model())
     assert len(Run.read(run_in(tmp_path) / "Sequential").steps) == 3
     assert {file.read_text() for file in tmp_path.glob("Seq*/monitor.jsonl.gz")} == {"{}\n"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"schedule": castwise.schedules.Static(4.0)}], ids=["plain", "with settings"])
+def test_what_torchs_classes_were_pickled_as_goes_on(settings: dict[str, Any]) -> None:
+    """A script may have saved them whole, in a checkpoint from before castwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0), torch.cpu.amp.GradScaler(2.0, growth_interval=7)]
+    scalers[0].scale(torch.ones(()))
+    scalers[0].note = "of the script"  # type: ignore[attr-defined]
+    scalers.append(torch.amp.GradScaler("cpu", enabled=False))
+    saved = pickle.dumps((scalers, torch.autocast("cpu", torch.float16, cache_enabled=False)))
+    scalers.clear()
+    with castwise.installed(**settings):
+        (used, deprecated, disabled), region = pickle.loads(saved)
+        assert isinstance(used, castwise.GradScaler)
+        assert (used.get_scale(), used.note, disabled.is_enabled()) == (8.0, "of the script", False)
+        assert (deprecated.get_scale(), deprecated.get_growth_interval()) == (2.0, 7)
+        param = nn.Parameter(torch.ones(2))
+        used.scale(param.sum()).backward()
+        used.step(torch.optim.SGD([param], lr=0.5))
+        used.update()
+        assert param.tolist() == [0.5, 0.5]
+        with region:
+            assert isinstance(region, castwise.autocast)
+            assert (torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()) == (torch.float16, False)

@@ -329,6 +329,12 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         _traced_region.leave(self.device, entry.enabled, entry.dtype, entry.cache_enabled)
         return False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_entries" not in state:  # of an object of torch's class, which a script has pickled before
+            autocast.__init__(self, state["device"], state["fast_dtype"], state["_enabled"], state["_cache_enabled"])
+        else:
+            self.__dict__.update(state)
+
     def __call__(self, func: _F) -> _F:
         """Decorate a function, so that each of its calls runs inside this region."""
         if not callable(func):

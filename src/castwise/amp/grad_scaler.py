@@ -1418,9 +1418,21 @@ class GradScaler(torch.amp.GradScaler):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_counts" not in state:
+            self._take_over(state)
+            return
         self._forget_device_state()
         self._outcomes.counts = state.pop("_counts")
         self.__dict__.update(state)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        """Take the state of an object of torch's class, which a script has pickled whole without castwise."""
+        settings = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+        known = {name: state[f"_{name}"] for name in settings if f"_{name}" in state}  # a disabled one has no numbers
+        GradScaler.__init__(self, state["_device"], **known)
+        self._init_growth_tracker = state.get("_init_growth_tracker", 0)
+        of_torch = ("_scale", "_growth_tracker", "_per_optimizer_states")
+        self.__dict__.update({name: state[name] for name in state.keys() - vars(self).keys() - {*of_torch}})
 
 
 @functools.lru_cache(maxsize=8)
