@@ -68,7 +68,7 @@ _OF_RESULTS = (
         "with a finite number, such as -1e4",
     ),
     _Rule(
-        frozenset({"div", "true_divide", "reciprocal"}),
+        frozenset({"div", "true_divide"}),
         _has_zero_divisor,
         "check for divisors that are 0, and add an epsilon",
     ),
