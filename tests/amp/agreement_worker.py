@@ -28,10 +28,11 @@ KINDS: dict[str, dict[str, bool]] = {"foreach": {"foreach": True}, "fused": {"fu
 class Training:
     """Parameters, an optimizer for each, and a scaler; the gradients of a rank are its own."""
 
-    def __init__(self, kind: str, optimizers: int = 1) -> None:
+    def __init__(self, kind: str, optimizers: int = 1, stages: int = 1) -> None:
         self.params = [torch.nn.Parameter(torch.ones(3)) for _ in range(optimizers)]
         self.optimizers = [torch.optim.SGD([param], lr=0.5, **KINDS[kind]) for param in self.params]
-        self.scaler = castwise.GradScaler("cpu", 8.0, growth_interval=3, process_group=dist.group.WORLD)
+        of_ranks: Any = {"process_group": dist.group.WORLD, "pipeline_stages": stages}
+        self.scaler = castwise.GradScaler("cpu", 8.0, growth_interval=3, **of_ranks)
         self.collectives: list[int] = []
         dist.all_reduce = self._all_reduce
 
@@ -131,7 +132,7 @@ def lonely_loss(rank: int, _: int, kind: str) -> Any:
 
 def stages_without_a_loss(rank: int, world_size: int, kind: str) -> Any:
     """Only the last stage of a pipeline scales anything; the others are given their gradients, two losses in turn."""
-    training = Training(kind, 2)
+    training = Training(kind, 2, stages=world_size)
     for index, optimizer in enumerate(training.optimizers):
         if rank == world_size - 1:
             training.scaler.scale(training.params[index].sum() * (math.inf if index else 1.0)).backward()

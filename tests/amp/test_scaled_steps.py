@@ -7,7 +7,8 @@ import re
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_an_optimizer_that_takes_the_scaler_gets_a_warning_with_what_to_do_inste
 def test_a_closure_has_to_scale_its_loss() -> None:
     with pytest.raises(RuntimeError, match=r"step\(\) needs a scale"):
         GradScaler("cpu").step(Fused([weight(1.0)]), lambda: None)
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_ranks_that_are_no_stages_have_to_scale_their_losses(call: str) -> None:
+    param, alone = weight(1.0), cast(Any, SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+    param.grad = torch.full_like(param, 2.0)
+    scaler = GradScaler("cpu", process_group=alone)
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) needs a scale.* or pass pipeline_stages= if other ranks"):
+        getattr(scaler, call)(torch.optim.SGD([param]))
+    assert (param.item(), param.grad.item()) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -125,6 +125,11 @@ class Agreement:
             return False
         return self.size() == torch.distributed.get_world_size()
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether the ranks are those of several stages of a pipeline, of which only the last has a loss."""
+        return self._stages > 1
+
     def ranks_of_a_stage(self) -> int:
         """Return the number of ranks per pipeline stage; raise a ValueError if the ranks do not divide evenly."""
         size = self.size()

@@ -111,7 +111,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: A `torch.distributed` group or device mesh whose ranks take and skip the same steps and clip
             by one norm over all ranks, with one collective per step.
         pipeline_stages: Number of pipeline stages on the ranks of the group, each on the same number of ranks. A
-            gradient that is neither a DTensor nor flattened by FSDP1 counts as replicated on all ranks of its stage.
+            gradient that is neither a DTensor nor flattened by FSDP1 counts as replicated on all ranks of its stage. A
+            stage need not have a loss to scale.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -281,13 +282,14 @@ class GradScaler(torch.amp.GradScaler):
             self._scale_bound.set(self._scale, number)
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._scale is None and self._agreement is not None:
+        if self._scale is None and self._agreement is not None and self._agreement.has_stages:
             # Only the last stage of a pipeline has a loss to scale.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         if self._scale is None or self._growth_tracker is None:
+            or_stages = "" if self._agreement is None else ", or pass pipeline_stages= if other ranks have the loss"
             ours = RuntimeError(
                 f"{funcname}() needs a scale, which the first scale() creates: "
-                "call scaler.scale(loss).backward() earlier in the iteration"
+                f"call scaler.scale(loss).backward() earlier in the iteration{or_stages}"
             )
             torchs = torch_words.scaler(_scale=self._scale, _growth_tracker=self._growth_tracker)
             raise torch_words.error(ours, lambda: torchs._check_scale_growth_tracker(funcname))
