@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from castwise import GradScaler, Monitor
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
+from castwise.diagnosis._loss_code import LossCode
 
 Loss = Callable[[Tensor, Tensor, bool], Tensor]
 
@@ -239,3 +240,15 @@ def test_what_a_model_masks_with_minus_infinity_is_named_where_the_loss_reads_it
     found = next(record for record in records if record["kind"] == "diagnosis")
     assert found["summary"].startswith("In the loss, aten.log_softmax reads inf, at ")
     assert "the loss reads an inf or NaN from the model's output, such as -inf in masked logits" in found["advice"]
+
+
+def test_weights_that_the_step_has_written_are_not_blamed_later() -> None:
+    weight, code = nn.Parameter(torch.ones(3)), LossCode()
+    loss = weight.square().sum() + torch.log(weight.sum() - 3)
+    code.backward_begins(loss, is_finite=True)  # as on an accelerator, where it is not known
+    losses = code.take(None)
+    with torch.no_grad():
+        weight.fill_(math.nan)
+    found = losses.fault(of_model=False)
+    assert found is not None
+    assert (found.op, found.remedy) == ("aten.log", "code")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,7 +23,28 @@ _FORWARDS = 8  # whose outputs are kept
 _MOST_NODES = 200  # of a loss whose saved tensors are kept
 _MOST_BYTES = 64 << 20
 
+_Key = TypeVar("_Key")
 _Structure = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class _Seen(NamedTuple):
+    """A value, and the version that it had if it is a tensor."""
+
+    value: Any
+    version: int
+
+    @staticmethod
+    def of(value: Any) -> _Seen:
+        """Return what is seen now; of a tensor without its graph."""
+        return _Seen(value.detach(), version(value)) if isinstance(value, torch.Tensor) else _Seen(value, 0)
+
+    def is_unchanged(self) -> bool:
+        """Return False for a tensor that was written to since."""
+        return not isinstance(self.value, torch.Tensor) or version(self.value) == self.version
+
+
+_Edge = tuple[int, int]
+"""The number of a model's node, and the index of a tensor among its outputs."""
 
 
 class _Kept(NamedTuple):
@@ -31,9 +52,7 @@ class _Kept(NamedTuple):
 
     loss: torch.Tensor
     nodes: list[Any]
-    saved: list[dict[str, Any]]
-    versions: list[int]
-    """Of the tensors in `saved`, in order."""
+    saved: list[dict[str, _Seen]]
 
 
 class LossesOfStep:
@@ -44,12 +63,15 @@ class LossesOfStep:
     Args:
         code: The loss code.
         kept: The losses.
-        outputs: The models' outputs, by the number of their node and their index among its outputs.
+        outputs: The models' outputs.
+        known: The origin of a loss that was known not to be finite before its backward.
     """
 
-    def __init__(self, code: LossCode, kept: list[_Kept], outputs: dict[tuple[int, int], torch.Tensor]) -> None:
-        self._code, self._kept, self._outputs = code, kept, outputs
-        self._versions = {edge: version(tensor) for edge, tensor in outputs.items()}
+    def __init__(
+        self, code: LossCode, kept: list[_Kept], outputs: Mapping[_Edge, torch.Tensor], known: Diagnosis | None
+    ) -> None:
+        self._code, self._kept, self._known = code, kept, known
+        self._outputs = {edge: _Seen.of(tensor) for edge, tensor in outputs.items()}
 
     def fault(self, *, of_model: bool) -> Diagnosis | None:
         """Return the origin of the first loss that is not finite. Waits for an accelerator.
@@ -57,39 +79,22 @@ class LossesOfStep:
         Args:
             of_model: Whether to return a fault that the loss reads from a model's output as well.
         """
-        for loss, nodes, saved in self._unchanged():
+        if self._known is not None:
+            return self._known
+        for loss, nodes, saved in self._kept:
             if not loss.isfinite().all():
-                fault = first_fault(loss, nodes, self._known_outputs(), saved)
+                fault = first_fault(loss, nodes, _unchanged(self._outputs), list(map(_unchanged, saved)))
                 if fault is not None and (of_model or fault.reads != "model"):
                     return self._code.diagnosis(loss, nodes, fault)
         return None
 
     def fault_of_backward(self) -> Diagnosis | None:
         """Return the origin of gradients of finite losses that are not finite. Waits for an accelerator."""
-        for loss, nodes, saved in self._unchanged():
-            fault = first_fault_of_backward(loss, nodes, self._known_outputs(), saved)
+        for loss, nodes, saved in self._kept:
+            fault = first_fault_of_backward(loss, nodes, _unchanged(self._outputs), list(map(_unchanged, saved)))
             if fault is not None:
                 return self._code.diagnosis(loss, nodes, fault, is_of_backward=True)
         return None
-
-    def _unchanged(self) -> Iterator[tuple[torch.Tensor, list[Any], list[dict[str, Any]]]]:
-        for loss, nodes, saved, versions in self._kept:
-            before = iter(versions)
-            yield (
-                loss,
-                nodes,
-                [
-                    {
-                        name: value
-                        for name, value in of_node.items()
-                        if not isinstance(value, torch.Tensor) or version(value) == next(before)
-                    }
-                    for of_node in saved
-                ],
-            )
-
-    def _known_outputs(self) -> dict[tuple[int, int], torch.Tensor]:
-        return {edge: tensor for edge, tensor in self._outputs.items() if version(tensor) == self._versions[edge]}
 
 
 class LossCode:
@@ -102,7 +107,7 @@ class LossCode:
 
     def __init__(self) -> None:
         self._intervals: deque[tuple[int, int]] = deque(maxlen=64)
-        self._outputs: deque[dict[tuple[int, int], torch.Tensor]] = deque(maxlen=_FORWARDS)
+        self._outputs: deque[dict[_Edge, torch.Tensor]] = deque(maxlen=_FORWARDS)
         self._kept: deque[_Kept] = deque(maxlen=_FORWARDS)
         self._lines: dict[_Structure, list[Place | None]] = {}
         self._backwards = 0
@@ -157,9 +162,9 @@ class LossCode:
         fault = first_fault(loss, nodes, self._known_outputs(), [saved_by(node) for node in nodes])
         return None if fault is None else self.diagnosis(loss, nodes, fault)
 
-    def take(self) -> LossesOfStep:
-        """Return the losses of a step, and forget them."""
-        losses = LossesOfStep(self, list(self._kept), self._known_outputs())
+    def take(self, known: Diagnosis | None) -> LossesOfStep:
+        """Return the losses of a step, and forget them; for `known`, see `LossesOfStep`."""
+        losses = LossesOfStep(self, list(self._kept), self._known_outputs(), known)
         self._kept.clear()
         self._outputs.clear()
         return losses
@@ -168,12 +173,12 @@ class LossCode:
         """Keep what the loss code has saved over its backward, which frees it, if that is little."""
         if not 0 < len(nodes) <= _MOST_NODES:
             return
-        saved = [{name: _detached(value) for name, value in saved_by(node).items()} for node in nodes]
-        tensors = [value for of_node in saved for value in of_node.values() if isinstance(value, torch.Tensor)]
-        if sum(tensor.nbytes for tensor in tensors) <= _MOST_BYTES // _FORWARDS:
-            self._kept.append(_Kept(loss.detach(), frozen(nodes), saved, list(map(version, tensors))))
+        saved = [{name: _Seen.of(value) for name, value in saved_by(node).items()} for node in nodes]
+        values = (seen.value for of_node in saved for seen in of_node.values())
+        if sum(value.nbytes for value in values if isinstance(value, torch.Tensor)) <= _MOST_BYTES // _FORWARDS:
+            self._kept.append(_Kept(loss.detach(), frozen(nodes), saved))
 
-    def _known_outputs(self) -> dict[tuple[int, int], torch.Tensor]:
+    def _known_outputs(self) -> dict[_Edge, torch.Tensor]:
         return {edge: tensor for kept in self._outputs for edge, tensor in kept.items()}
 
     def step_ends(self) -> None:
@@ -254,8 +259,8 @@ def _structure(nodes: list[Any]) -> _Structure:
     return tuple((node.name(), tuple(places.get(source, -1) for source, _ in node.next_functions)) for node in nodes)
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _unchanged(seen: Mapping[_Key, _Seen]) -> dict[_Key, Any]:
+    return {key: one.value for key, one in seen.items() if one.is_unchanged()}
 
 
 def _line_of(node: Any) -> Place | None:

@@ -143,11 +143,8 @@ class MicroBatches:
 
     def __init__(self, iteration: int = 0) -> None:
         self.iteration = iteration
-        self.of_loss: Diagnosis | None = None
-        """The origin of a loss that was not finite, in the code between model and loss."""
         self.losses: LossesOfStep | None = None
-        """To find the origin of gradients that the backward of that code has made infinite, and on an accelerator that
-        of a loss."""
+        """To find faults in the code between model and loss."""
         self._batches: deque[MicroBatch] = deque(maxlen=MOST)
         self.at_fault: MicroBatch | None = None
         """The micro-batch that the diagnosis is of."""
@@ -215,7 +212,7 @@ class MicroBatches:
                 and (replayed.op or replayed.phase != "loss" or replayed.remedy == "scale")
             )
             if not is_explained:
-                of_loss = self.diagnose_loss(cause, of_model=True)
+                of_loss = self._fault_of_loss(cause, of_model=True)
                 self._diagnosis = of_loss or replayed
                 if of_loss and self.at_fault is None:
                     bad = (batch for batch in self._batches if batch.has_bad_gradients())
@@ -224,18 +221,19 @@ class MicroBatches:
                 self._diagnosis = self._with_other_weights(self._diagnosis, scale, weights_of)
         return self._diagnosis
 
-    def diagnose_loss(self, cause: Cause | None, *, of_model: bool = False) -> Diagnosis | None:
-        """Return the fault in the code between model and loss, which needs no replay; None if none is known.
+    def diagnose_loss(self, cause: Cause | None) -> Diagnosis | None:
+        """Find a fault in the code between model and loss alone, which needs no replay; otherwise as `diagnose`."""
+        if not self._is_diagnosed:
+            self._is_diagnosed = True
+            self._diagnosis = self._fault_of_loss(cause, of_model=False)
+        return self._diagnosis
 
-        Args:
-            cause: Why the step is not finite, if it is known.
-            of_model: Whether to return a fault that the loss reads from a model's output as well.
-        """
+    def _fault_of_loss(self, cause: Cause | None, *, of_model: bool) -> Diagnosis | None:
         if self.losses is None:
             return None
         if loss_is_finite_of(cause):  # the scaled one may not be
             return self.losses.fault_of_backward()
-        return self.of_loss or self.losses.fault(of_model=of_model)
+        return self.losses.fault(of_model=of_model)
 
     def _with_other_weights(self, replayed: Diagnosis, scale: float, step: int) -> Diagnosis:
         """Return what a replay with the weights of another step shows."""
@@ -329,7 +327,7 @@ class Recording:
         if self._hooks is not None:
             self._hooks.put_back()
         taken = self._batches
-        taken.of_loss, taken.losses = BACKWARD_CALLS.fault, LOSS_CODE.take()
+        taken.losses = LOSS_CODE.take(BACKWARD_CALLS.fault)
         for model in taken.with_changed_inputs():
             self._inputs[model].copies_tensors = True
         self._begin(0)

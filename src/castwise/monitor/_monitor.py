@@ -557,10 +557,11 @@ class Monitor:
         if kept is not None:
             with kept.applied():
                 return self._replayed(facts, batches, weights_of=kept.step)
-        if batches is not None:
-            with self._guard:  # the step is recorded anyway
-                self.diagnosis = batches.diagnose_loss(facts.cause)
-        return self.diagnosis
+        if batches is None:
+            return None
+        with self._guard:  # the step is recorded anyway
+            self.diagnosis = batches.diagnose_loss(facts.cause)
+        return batches.diagnosis
 
     def _agreed(self, facts: StepFacts) -> StepFacts:
         """Return the facts of a step with what other ranks of a split model know, if they arrive after the step."""
