@@ -194,6 +194,15 @@ def test_an_epsilon_that_is_kept_is_not_reported(dtype: torch.dtype, options: di
     assert not [mistake for mistake in WATCH.found if mistake.name == "epsilon-lost"]
 
 
+def test_optimizers_with_other_epsilons_are_watched_as_well(recwarn: pytest.WarningsRecorder) -> None:
+    weight = nn.Parameter(torch.full((4, 4), 256.0, dtype=BF16))
+    optimizer = torch.optim.Adafactor([weight], lr=1e-9)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert [mistake.name for mistake in WATCH.found] == ["updates-lost"]
+    assert not [warning for warning in recwarn if "is turned off" in str(warning.message)]
+
+
 def test_an_epsilon_that_is_0_in_fp16_is_reported_where_it_makes_nan() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = torch.optim.Adam([weight], lr=0.5)

@@ -98,7 +98,8 @@ class LowWeights(Finder):
         lost = [
             group["eps"]
             for group in optimizer.param_groups
-            if 0.0 < float(group.get("eps") or 0.0) <= _LOST_IN_FP16
+            if isinstance(group.get("eps"), float)  # Adafactor has two, for other uses
+            and 0.0 < group["eps"] <= _LOST_IN_FP16
             and not group.get("fused")  # which computes in fp32
             and any(param.dtype is torch.float16 for param in group["params"])
         ]
