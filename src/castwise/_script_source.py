@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import bisect
 import io
+import itertools
 import math
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 LOOPS = ast.For | ast.AsyncFor
@@ -56,7 +56,7 @@ class ScriptSource:
             self.tree = ast.parse(text)
         self._lines = list(io.StringIO(text, newline=""))  # as Python splits them: not at form feeds
         self.line_end = "\r\n" if self._lines and self._lines[0].endswith("\r\n") else "\n"
-        self._starts = [0, *accumulate(map(len, self._lines[:-1]))]
+        self._starts = [0, *itertools.accumulate(map(len, self._lines[:-1]))]
         self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     # -- text ---------------------------------------------------------------------------------------------------
@@ -146,6 +146,11 @@ class ScriptSource:
         names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         return names | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
+    def free_name(self, name: str) -> str:
+        """Return a name, with a number behind it if the script uses it already."""
+        numbered = (f"{name}{number or ''}" for number in itertools.count())
+        return next(each for each in numbered if each not in self.identifiers)
+
     @cached_property
     def method_calls(self) -> list[MethodCall]:
         """The calls of methods of names and of their attributes."""
@@ -194,10 +199,9 @@ class ScriptSource:
         first = node.lineno if isinstance(node, ast.stmt) else 0
         backwards = (call.node.lineno for call in calls if call.method == "backward" or self.is_scaled_backward(call))
         last = min((line for line in backwards if line > first), default=math.inf)
-        optimizer = _only({name for _, name in stepped}) or _only(
-            {name for line, name in stepped if first <= line < last}
-        )
-        return Names(_only(scalers), optimizer or ("" if stepped else _only(here)))
+        next_ones = {name for line, name in stepped if first <= line < last}
+        optimizer = only({name for _, name in stepped} or here) or only(next_ones)
+        return Names(only(scalers), optimizer)
 
     def is_scaled_backward(self, call: MethodCall) -> bool:
         """Return True for the `scaler.scale(loss)` of `scaler.scale(loss).backward()`."""
@@ -249,5 +253,6 @@ def _is_name(expression: ast.expr) -> bool:
     return isinstance(expression, ast.Name)
 
 
-def _only(names: set[str]) -> str:
+def only(names: set[str]) -> str:
+    """Return the one name in a set; "" if it has none or several."""
     return next(iter(names)) if len(names) == 1 else ""

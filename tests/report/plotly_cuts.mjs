@@ -1,7 +1,7 @@
 // Writes which parts of plotly.js pages leave out, for a version of it: all that only other kinds of plots need.
 //
-//   npm install --prefix /tmp/cuts acorn eslint-scope
-//   NODE_PATH=/tmp/cuts/node_modules node tests/report/plotly_cuts.mjs \
+//   npm install --prefix build/cuts acorn eslint-scope
+//   NODE_PATH=build/cuts/node_modules node tests/report/plotly_cuts.mjs \
 //     .venv/lib/python3*/site-packages/plotly/package_data/plotly.min.js src/castwise/report/templates/plotly_cuts.json
 //
 // The bundle is a function of many statements: functions, and variables most of which hold a function that runs when it is

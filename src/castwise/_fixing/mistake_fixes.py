@@ -215,7 +215,7 @@ def _advance_after_taken_step(source: ScriptSource, statement: ast.stmt) -> Fix:
     update = earlier[updates[0]]
     before_update = ast.unparse(earlier[updates[0] - 1]) if updates[0] else ""
     kept = re.fullmatch(rf"(scale_before\d*) = {re.escape(scaler)}\.get_scale\(\)", before_update)  # by another fix
-    name = kept[1] if kept else _free_name(source, "scale_before")
+    name = kept[1] if kept else source.free_name("scale_before")
     guarded = indented(source, [statement], f"if {scaler}.get_scale() >= {name}:")
     if guarded is None:
         return _NOT_ONE_STATEMENT
@@ -264,10 +264,3 @@ def _has_call(nodes: Iterable[ast.AST]) -> bool:
 def _hides(statement: ast.stmt) -> bool:
     """Return True if parts of a statement run at another time, or other code in the middle of it."""
     return any(isinstance(node, _HIDDEN) for node in ast.walk(statement))
-
-
-def _free_name(source: ScriptSource, name: str) -> str:
-    number = 0
-    while f"{name}{number or ''}" in source.identifiers:
-        number += 1
-    return f"{name}{number or ''}"

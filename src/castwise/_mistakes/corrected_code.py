@@ -116,7 +116,7 @@ def advanced_after_taken_step(line: ScriptLine) -> str:
     schedule = line.text if is_schedule else "scheduler.step()"
     updates = [each for call, each in line.calls("update") if call.owner == scaler]
     before = f"line {updates[0].lineno}" if len(updates) == 1 else f"{scaler}.update()"
-    name = _free_name(line, "scale_before")
+    name = "scale_before" if line.source is None else line.source.free_name("scale_before")
     advance = f"if {scaler}.get_scale() >= {name}:\n{_indented(schedule)}"
     code = f"{advance}\n# before {before}:\n{name} = {scaler}.get_scale()"
     owner = step.owner if is_schedule and step is not None else "scheduler"
@@ -379,11 +379,6 @@ def _saved_state(line: ScriptLine) -> tuple[ast.expr, ast.expr] | None:
     states = [(key, value) for key, value in entries if ast.unparse(value).endswith(".state_dict()")]
     of_optimizer = [entry for entry in states if ast.unparse(entry[1]) == f"{line.optimizer}.state_dict()"]
     return next(reversed(of_optimizer or states), None)
-
-
-def _free_name(line: ScriptLine, name: str) -> str:
-    taken = set() if line.source is None else line.source.identifiers
-    return next(each for each in (name, *(f"{name}{number}" for number in range(1, 99))) if each not in taken)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------

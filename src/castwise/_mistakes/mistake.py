@@ -6,7 +6,6 @@ import functools
 import inspect
 import linecache
 import os
-import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from types import FrameType
 import torch
 
 from castwise._notebook import cell_of
-from castwise._script_source import Names, ScriptSource
 from castwise._torch_private import never_traced
 
 _LIBRARIES = (
@@ -97,28 +95,6 @@ def passes_through(*files: str) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def in_names_of_script(code: str, place: Place | None) -> str:
-    """Return code for a line of a script with the script's own names of its scaler and its optimizer.
-
-    Args:
-        code: Code that calls them `scaler` and `optimizer`.
-        place: The line; where it cannot be read, or has several of them, their names stay.
-    """
-    if place is None:
-        return code
-    try:
-        source = ScriptSource("".join(linecache.getlines(place.file)))
-    except (MemoryError, RecursionError, SyntaxError, ValueError):
-        return code
-    statements = source.statements_at(place.line)
-    names = source.names_at(statements[0]) if statements else Names("", "")
-    if names.scaler:
-        code = re.sub(r"(?<![\w.])scaler(?=\.\w| =)", lambda _: names.scaler, code)
-    if names.optimizer:
-        code = re.sub(r"(?<![\w.])optimizer(?=[.,)]| =)", lambda _: names.optimizer, code)
-    return code
 
 
 def _outside(frame: FrameType | None) -> Place | None:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from castwise._mistakes.mistake import Place
-from castwise._script_source import LOOPS, MethodCall, ScriptSource, called_name
+from castwise._script_source import LOOPS, MethodCall, ScriptSource, called_name, only
 
 _OPTIMIZERS = {name for name, value in vars(torch.optim).items() if isinstance(value, type)} | {"MasterWeights"}
 _SIMPLE = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return
@@ -87,7 +87,7 @@ class ScriptLine:
         nodes = ast.walk(self.source.tree if optimizer is None else optimizer)
         calls = [call for call in self.source.method_calls if call.method in ("parameters", "named_parameters")]
         within = {id(node) for node in nodes}
-        return _only({call.owner for call in calls if id(call.node) in within})
+        return only({call.owner for call in calls if id(call.node) in within})
 
     def assignment_of(self, name: str) -> ast.Assign | None:
         """Return the statement that makes the object of a name: the last one before the line, or the only one."""
@@ -136,7 +136,7 @@ class ScriptLine:
             )
             if _makes(each, makers) and is_visible and name.replace(".", "").isidentifier():
                 names.add(name)
-        return _only(names)
+        return only(names)
 
     def _is_visible(self, name: str) -> bool:
         """Return False for the variable of a loop that the line is not in."""
@@ -184,7 +184,7 @@ def in_names_of_main(code: str) -> str:
     calls = [] if line.source is None else line.source.method_calls
     scalers = {call.owner for call in calls if call.method == "scale"}
     code = re.sub(r"(?<=\.bind\()model(?=\))", lambda _: line.model_of(None) or "model", code)
-    return re.sub(r"(?m)^scaler(?= = )", lambda _: _only(scalers) or "scaler", code)
+    return re.sub(r"(?m)^scaler(?= = )", lambda _: only(scalers) or "scaler", code)
 
 
 def _source(place: Place | None) -> ScriptSource | None:
@@ -192,7 +192,3 @@ def _source(place: Place | None) -> ScriptSource | None:
         return None if place is None else ScriptSource("".join(linecache.getlines(place.file)))
     except (MemoryError, RecursionError, SyntaxError, ValueError):
         return None
-
-
-def _only(names: set[str]) -> str:
-    return next(iter(names)) if len(names) == 1 else ""

@@ -22,7 +22,7 @@ from castwise._mistakes.finder import Finder
 from castwise._mistakes.graph import leaves_of
 from castwise._mistakes.losses import Losses
 from castwise._mistakes.low_weights import LowWeights
-from castwise._mistakes.mistake import Mistake, Place, in_names_of_script
+from castwise._mistakes.mistake import Mistake, Place
 from castwise._mistakes.regions import Regions
 from castwise._mistakes.scalers import Scalers
 from castwise._mistakes.scalings import Scalings
@@ -172,13 +172,13 @@ class Watch(Observer):
         Args:
             name: Its kind.
             text: The mistake and its consequence.
-            corrected: The corrected code, or a function that returns it for a line of a script.
+            corrected: The remedy in words, or a function that returns the corrected code for a line of a script.
             place: The line; None if it is not known.
         """
         earlier = [mistake_before for mistake_before in self.found if mistake_before.name == name]
         if len(earlier) >= _PER_KIND or any(mistake_before.place == place for mistake_before in earlier):
             return
-        code = corrected(ScriptLine(place)) if callable(corrected) else in_names_of_script(corrected, place)
+        code = corrected(ScriptLine(place)) if callable(corrected) else corrected
         mistake = Mistake(name, text, code, place)
         self.found.append(mistake)
         for reference in tuple(self._subscribers):
