@@ -35,21 +35,21 @@ class Fused(torch.optim.SGD):
 
 
 class Rank(Agreement):
-    """The only rank there is, without a process group; it records its calls."""
+    """The only rank of each pipeline stage, without a process group; it records its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int) -> None:
         self.calls: list[tuple[object, ...]] = []
         self.collectives: list[str] = []
         self.norms: list[torch.Tensor] = []
         self.started: list[tuple[float, ...]] = []
-        super().__init__(None, "cpu", 1)
+        super().__init__(None, "cpu", stages)
 
     def start(self, *state: float) -> None:
         super().start(*state)
         self.started.append(state)
 
     def size(self) -> int:
-        return 1
+        return self._stages
 
     def is_of_all_ranks(self) -> bool:
         return True
@@ -70,7 +70,7 @@ class Rank(Agreement):
         return list(numbers)
 
 
-def agreeing(scaler: GradScaler) -> Rank:
-    """Give a scaler an agreement of one rank, and return it."""
-    scaler._agree_with(rank := Rank())
+def agreeing(scaler: GradScaler, stages: int = 1) -> Rank:
+    """Give a scaler an agreement of one rank per pipeline stage, and return it."""
+    scaler._agree_with(rank := Rank(stages))
     return rank

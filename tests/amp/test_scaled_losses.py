@@ -43,9 +43,9 @@ def test_the_words_before_there_is_a_scale() -> None:
         GradScaler("cpu").update()
 
 
-def test_among_ranks_one_may_have_no_loss_to_scale() -> None:
+def test_a_stage_of_a_pipeline_may_have_no_loss_to_scale() -> None:
     scaler, param = GradScaler("cpu", init_scale=4.0), weight(1.0)
-    agreeing(scaler)
+    agreeing(scaler, stages=2)
     param.grad = torch.tensor([4.0])
     scaler.step(torch.optim.SGD([param], lr=1.0))
     scaler.update()
