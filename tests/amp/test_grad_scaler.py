@@ -982,6 +982,53 @@ def test_tools_write_states_of_optimizers_before_and_after_they_are_used(when: s
     assert results[0][1] == (2.0 if bad else 4.0)
 
 
+def _write_stage(scaler: Any, key: int, stage: OptState) -> None:
+    scaler._per_optimizer_states[key]["stage"] = stage
+
+
+FOUND = {torch.device("cpu"): torch.tensor(1.0)}
+STEPPED = {"stage": OptState.STEPPED, "found_inf_per_device": FOUND}
+WAYS_TO_WRITE: dict[str, Callable[[Any, int], object]] = {
+    "one entry": lambda scaler, key: _write_stage(scaler, key, OptState.READY),
+    "several entries": lambda scaler, key: scaler._per_optimizer_states[key].update(STEPPED),
+    "a state by update": lambda scaler, key: scaler._per_optimizer_states.update({key: dict(STEPPED)}),
+    "a default": lambda scaler, key: scaler._per_optimizer_states.setdefault(key, dict(STEPPED)),
+    "deleted": lambda scaler, key: scaler._per_optimizer_states.__delitem__(key),
+    "popped": lambda scaler, key: scaler._per_optimizer_states.pop(key),
+    "cleared": lambda scaler, key: scaler._per_optimizer_states.clear(),
+    "all new": lambda scaler, key: setattr(scaler, "_per_optimizer_states", {key: dict(STEPPED)}),
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["one optimizer", "another with the same parameter"])
+@pytest.mark.parametrize("way", WAYS_TO_WRITE)
+def test_after_every_way_to_write_a_state_all_goes_on_as_with_torch(way: str, is_first: bool) -> None:
+    """Gradients that are put back and declared scaled are unscaled again, which they were not."""
+    results = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        scaler, param = cls("cpu", init_scale=4.0), weight(1.0)
+        optimizer = torch.optim.SGD([param], lr=0.5)
+        others = [] if is_first else [torch.optim.SGD([param], lr=0.0)]
+        scaler.scale(param.sum()).backward()
+        state = scaler._per_optimizer_states[id(optimizer)]
+        assert param.grad is not None
+        put_back = param.grad.clone()
+        scaler.unscale_(optimizer)
+        assert (state["stage"], *state["found_inf_per_device"].values()) == (OptState.UNSCALED, torch.tensor(0.0))
+        param.grad.copy_(put_back)
+        WAYS_TO_WRITE[way](scaler, id(optimizer))
+        listed = {key: dict(value) for key, value in scaler._per_optimizer_states.items()}
+        try:
+            for each in (optimizer, *others):
+                scaler.step(each)
+            refused = None
+        except RuntimeError as error:
+            refused = str(error)[:30]
+        grads = None if others else param.grad.item()  # torch unscales a shared gradient twice
+        results.append((listed.get(id(optimizer)), refused, grads, param.item()))
+    assert results[0] == results[1]
+
+
 def test_to_read_a_state_begins_no_iteration() -> None:
     scaler = GradScaler("cpu")
     assert scaler._per_optimizer_states[0]["stage"] is OptState.READY

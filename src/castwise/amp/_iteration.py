@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeAlias
 from weakref import WeakKeyDictionary
@@ -27,10 +27,11 @@ class OptimizerInfo:
     Args:
         optimizer: The optimizer; no reference to it is kept.
         number: How many optimizers came before it. Ranks identify an optimizer by this number.
+        shared: Which gradients of the scaler's optimizers are already unscaled.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, number: int) -> None:
-        self.number = number
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, shared: SharedParams) -> None:
+        self.number, self.shared = number, shared
         self.last_step: LastStep | None = None
         # Before there was `grad_scale`, optimizers took the scaler itself as an argument of `step`.
         self.wants_scaler = "grad_scaler" in inspect.signature(optimizer.step).parameters
@@ -51,7 +52,7 @@ class KnownOptimizers:
         if info is None:
             if is_scaled:
                 self.shared.add(params_of(optimizer), map(params_of, self._infos))
-            info = self._infos[optimizer] = OptimizerInfo(optimizer, self._count)
+            info = self._infos[optimizer] = OptimizerInfo(optimizer, self._count, self.shared)
             self._count += 1
         return info
 
@@ -144,8 +145,8 @@ def state_of(stage: object) -> State:
 
 
 @dataclass(slots=True, eq=False)
-class OptimizerRecord:
-    """An optimizer in one iteration; `record["stage"]` and `record["found_inf_per_device"]` work as in torch."""
+class OptimizerRecord(MutableMapping[str, Any]):
+    """An optimizer in one iteration; as a mapping, its state in torch: `stage` and `found_inf_per_device`."""
 
     optimizer: torch.optim.Optimizer
     info: OptimizerInfo
@@ -184,17 +185,18 @@ class OptimizerRecord:
             self.found_inf_per_device = value
         elif self[name] is not value:  # raises for other names
             self.state = state_of(value)
+            if value is OptState.READY:  # as in torch, the gradients are to be unscaled, also those that were before
+                self.info.shared.forget(params_of(self.optimizer))
+                self.largest, self.before_later_loss = None, None
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"{name} cannot be deleted from an optimizer's state: set it instead")
 
     def __iter__(self) -> Iterator[str]:
         return iter(("stage", "found_inf_per_device"))
 
-    def keys(self) -> Iterable[str]:
-        """Return the names of torch's entries."""
-        return tuple(self)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return one of torch's entries, or a default."""
-        return self[name] if name in self.keys() else default
+    def __len__(self) -> int:
+        return 2
 
     def has_begun(self) -> bool:
         """Return True if the optimizer was unscaled, clipped, stepped or skipped."""
@@ -229,14 +231,14 @@ class Iteration:
     records: dict[torch.optim.Optimizer, OptimizerRecord] = field(default_factory=dict)
     losses: list[torch.Tensor] = field(default_factory=list)
     """The losses that were given to `scale`, detached; fp32, shape ()."""
-    unseen: dict[int, dict[str, Any]] = field(default_factory=dict)
+    unseen: dict[int, UnseenState] = field(default_factory=dict)
     """States that tools have written for optimizers without a record, by `id(optimizer)`."""
     compiled_loss: torch.Tensor | None = None
     """The sum of the losses from compiled code: Dynamo would recompile for each length of a list."""
 
     def has_begun(self) -> bool:
         """Return True if an optimizer was unscaled, clipped, stepped or skipped."""
-        written = any(state != _ready() for state in self.unseen.values())  # to read one is no beginning
+        written = any(state != UnseenState() for state in self.unseen.values())  # to read one is no beginning
         return written or any(record.has_begun() for record in self.records.values())
 
     def has_only_skips(self) -> bool:
@@ -299,7 +301,7 @@ class OptimizerStates(defaultdict[int, Any]):
         """Return the states of an iteration."""
         # As torch lists them; __missing__ finds the others.
         begun = {id(record.optimizer): record for record in iteration.records.values() if record.has_begun()}
-        states = OptimizerStates(_ready, begun | iteration.unseen)
+        states = OptimizerStates(UnseenState, begun | iteration.unseen)
         states.iteration = iteration
         return states
 
@@ -307,7 +309,7 @@ class OptimizerStates(defaultdict[int, Any]):
         if self.iteration is None:
             return defaultdict.__missing__(self, key)
         records = (record for record in self.iteration.records.values() if id(record.optimizer) == key)
-        state = next(records, None) or self.iteration.unseen.setdefault(key, _ready())
+        state = next(records, None) or self.iteration.unseen.setdefault(key, UnseenState())
         dict.__setitem__(self, key, state)
         return state
 
@@ -319,15 +321,41 @@ class OptimizerStates(defaultdict[int, Any]):
             for name in state:
                 self[key][name] = state[name]
 
+    def __delitem__(self, key: int) -> None:
+        if self.iteration is not None:
+            self[key].update(UnseenState())
+            self.iteration.unseen.pop(key, None)
+        dict.__delitem__(self, key)
 
-class _UnseenState(dict[str, Any]):
-    """A state as in torch's class, whose stage can only be set to one of torch's."""
+    # The methods of `dict` would not call the two above.
+    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+
+class UnseenState(MutableMapping[str, Any]):
+    """The state of an optimizer that has no record yet, or of its record once it has one."""
+
+    def __init__(self) -> None:
+        self._entries: MutableMapping[str, Any] = {"stage": OptState.READY, "found_inf_per_device": {}}
+
+    def give_to(self, record: OptimizerRecord) -> None:
+        """Write the stage to the optimizer's new record, and be its state from now on."""
+        record["stage"] = self["stage"]
+        self._entries = record
+
+    def __getitem__(self, name: str) -> Any:
+        return self._entries[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
+        self._entries[name]  # raises for other names
         if name == "stage":
             state_of(value)
-        dict.__setitem__(self, name, value)
+        self._entries[name] = value
 
+    __delitem__ = OptimizerRecord.__delitem__
 
-def _ready() -> dict[str, Any]:
-    return _UnseenState(stage=OptState.READY, found_inf_per_device={})
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

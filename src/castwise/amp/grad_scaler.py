@@ -346,13 +346,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def _adopt_unseen(self, record: OptimizerRecord) -> None:
         """Give a new record the state that a tool has written for its optimizer in `_per_optimizer_states`."""
-        state = self._iteration.unseen.get(id(record.optimizer))
+        state = self._iteration.unseen.pop(id(record.optimizer), None)
         if state is None:
             return
-        record["stage"] = state["stage"]  # raises if it is none of torch's
-        del self._iteration.unseen[id(record.optimizer)]
-        if state["found_inf_per_device"]:
-            self._note(record, state["found_inf_per_device"])
+        found = state["found_inf_per_device"]
+        state.give_to(record)
+        if found:
+            self._note(record, found)
 
     def _after_later_backward(self, record: OptimizerRecord, before: Snapshot, call: str) -> OptimizerRecord:
         """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
@@ -535,8 +535,10 @@ class GradScaler(torch.amp.GradScaler):
         return OptimizerStates.of(self._iteration)
 
     @_per_optimizer_states.setter
-    def _per_optimizer_states(self, _: object) -> None:
-        self._iteration = Iteration()  # an `update` written for torch's class ends an iteration with this assignment
+    def _per_optimizer_states(self, states: Mapping[int, Any]) -> None:
+        iteration = Iteration()  # an `update` written for torch's class ends an iteration with this assignment
+        OptimizerStates.of(iteration).update(states)
+        self._iteration = iteration
 
     # -- clipping -----------------------------------------------------------------------------------------------------
 
