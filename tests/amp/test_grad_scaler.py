@@ -387,6 +387,24 @@ def test_a_scaler_for_missing_cuda_warns_once_and_is_off() -> None:
         GradScaler(enabled=False)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled, but CUDA:UserWarning")
+@pytest.mark.parametrize(
+    ("device", "numbers"),
+    [
+        ("cuda", {"growth_factor": 0.5}),
+        ("cuda", {"init_scale": -1.0, "growth_interval": None}),
+        ("cuda:0", {}),
+        (torch.device("cuda"), {}),
+    ],
+)
+def test_without_cuda_a_scaler_is_on_where_torchs_is(device: Any, numbers: dict[str, Any]) -> None:
+    """Numbers of a scaler that disables itself are not checked: the script runs, as with torch."""
+    theirs, ours = (cls(device, **numbers) for cls in (torch.amp.GradScaler, GradScaler))
+    assert ours.is_enabled() is theirs.is_enabled()
+    assert ours.scale(torch.ones(())) == theirs.scale(torch.ones(()))
+
+
 # -- saving and loading -----------------------------------------------------------------------------------------------
 
 STATE = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 5, "_growth_tracker": 4}
@@ -442,9 +460,12 @@ def test_a_bad_state_dict_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", STATE)
-def test_a_missing_entry_is_named(name: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"missing ['{name}']")):
+def test_a_missing_entry_is_named_and_is_a_key_error_as_in_torch(name: str) -> None:
+    with pytest.raises(
+        ValueError, match="^" + re.escape(f"'{name}': ") + ".*" + re.escape(f"missing ['{name}']")
+    ) as caught:
         GradScaler("cpu").load_state_dict({key: value for key, value in STATE.items() if key != name})
+    assert isinstance(caught.value, KeyError)
 
 
 def test_an_empty_state_dict_or_none_at_all_is_refused() -> None:

@@ -45,19 +45,20 @@ def read(state_dict: Mapping[str, Any], schedule: Schedule) -> Saved:
     Raises:
         RuntimeError: It is empty, as a disabled scaler's is.
         TypeError: It is not a mapping, or an entry has the wrong type.
-        ValueError: An entry is missing, unknown or out of its range.
+        ValueError: An entry is missing (then it is a KeyError, too), unknown or out of its range.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping from state_dict(), got {type(state_dict).__name__}")
     if not state_dict:
-        ours = RuntimeError("Do not load it, or load it into a disabled scaler")
+        ours: Exception = RuntimeError("Do not load it, or load it into a disabled scaler")
         raise torch_words.error(ours, lambda: torch_words.scaler().load_state_dict({}))
     missing, unknown = set(KEYS) - set(state_dict), set(state_dict) - {*KEYS, *_OPTIONAL}
     if missing or unknown:
-        raise ValueError(
+        ours = ValueError(
             f"state_dict must have the entries {', '.join(KEYS)} and may have {', '.join(_OPTIONAL)}: "
             f"missing {sorted(missing)}, unknown {sorted(map(str, unknown))}"
         )
+        raise torch_words.error(ours, lambda: torch_words.scaler().load_state_dict(dict(state_dict)))
     growth_tracker = count("_growth_tracker", state_dict["_growth_tracker"], 0)
     scale = check_scale("scale", state_dict["scale"])
     factors = {name: state_dict[name] for name in KEYS[1:4]}

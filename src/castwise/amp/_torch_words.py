@@ -127,7 +127,8 @@ def _class_of_both(ours: type[Exception], torchs: type[Exception]) -> type[Excep
     def reduce(self: Exception) -> Any:
         return _unpickled, (ours, torchs, *self.args)
 
-    return type(ours.__name__, (ours, torchs), {"__module__": ours.__module__, "__reduce__": reduce})
+    names = {"__module__": ours.__module__, "__reduce__": reduce, "__str__": ours.__str__}  # a KeyError's has quotes
+    return type(ours.__name__, (ours, torchs), names)
 
 
 def _unpickled(ours: type[Exception], torchs: type[Exception], *arguments: Any) -> Exception:

@@ -98,7 +98,8 @@ class GradScaler(torch.amp.GradScaler):
     steps an optimizer without gradients as it would without a scaler.
 
     Args:
-        device: The type of device that the losses are on. `"cuda"` without CUDA warns and disables the scaler.
+        device: The type of device that the losses are on. `"cuda"` without CUDA warns and disables the scaler, but
+            `"cuda:0"` does not, as in torch.
         init_scale: The first scale, usually a power of two, in [2**-126, 3.4e38]; 2**16 by default.
         growth_factor: Multiplies the scale after `growth_interval` finite steps in a row; > 1, 2 by default.
         backoff_factor: Multiplies the scale after a skipped step; in (0, 1), 0.5 by default.
@@ -150,6 +151,11 @@ class GradScaler(torch.amp.GradScaler):
         self._device = device_type(device)
         self._allow_fp16_gradients = allow_fp16_gradients
         self._agreement: Agreement | None = None
+        wanted = enabled
+        if enabled and device == "cuda" and amp_definitely_not_available():  # not "cuda:0", as in torch
+            hint = "The CPU has GradScaler('cpu')"
+            warn(torch_words.warning_of_scaler(hint, self._device), UserWarning)
+            enabled = False
         self._enabled = enabled
         self._init_scale = init_scale
         self._growth_factor = growth_factor
@@ -171,16 +177,12 @@ class GradScaler(torch.amp.GradScaler):
             except (TypeError, ValueError) as ours:
                 numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
                 raise torch_words.error(ours, lambda: torch_words.scaler(*numbers)) from None
-        if enabled and self._device == "cuda" and amp_definitely_not_available():
-            hint = "The CPU has GradScaler('cpu')"
-            warn(torch_words.warning_of_scaler(hint, self._device), UserWarning)
-            self._enabled = False
         if process_group is not None:
             self._agree_with(Agreement(process_group, self._device, pipeline_stages))
         self._forget_device_state()
         for observer in OBSERVERS:
             # A scaler that has disabled itself for lack of CUDA was still wanted.
-            observer.scaler_made(self, wanted=enabled)
+            observer.scaler_made(self, wanted=wanted)
 
     _keeps_loss_dtype = False  # a loss of shape () in half precision becomes fp32, as in torch
 
@@ -1373,7 +1375,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: `state_dict` is empty, as from a disabled scaler.
             TypeError: `state_dict` is not a mapping, or an entry has the wrong type. Nothing is changed.
-            ValueError: An entry is missing, unknown or out of its range. Nothing is changed.
+            ValueError: An entry is missing (then it is a KeyError, too), unknown or out of its range. Nothing is
+                changed.
         """
         if not self._enabled:
             return
