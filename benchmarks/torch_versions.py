@@ -86,7 +86,8 @@ ALL_TESTS = Suite("all_tests", "torch", (VERSIONS[0], VERSIONS[-1]), ALL)
 LIGHT_TESTS = Suite("python_versions", "python", PYTHONS, LIGHT)
 
 # Private names of `castwise._torch_private`, with what is off without them. Names after ":" are not attributes of an
-# importable object: torch sets or reads them on the user's objects, so they are looked up in the module's source.
+# importable object: torch sets or reads them on the user's objects, so they are looked up in the module's source. Those
+# of `grad_fn` are parts of the names that an autograd node has.
 NAMES = {
     "torch.utils._pytree.tree_map": "containers registered with torch",
     "torch.utils._pytree.tree_leaves": "containers registered with torch",
@@ -112,6 +113,8 @@ NAMES = {
     "torch._C._current_graph_task_id": "detection of backwards",
     "torch._C._current_autograd_node": "detection of recomputed forwards",
     "torch.autograd.graph.Node._sequence_nr": "detection of recomputed forwards",
+    "grad_fn:_saved_": "ops of the loss in a diagnosis",
+    "grad_fn:_sym_sizes": "ops of the loss in a diagnosis",
     "torch.distributed.fsdp.fully_shard.state": "FSDP2's precision in reports",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_mp_policy": "FSDP2's precision in reports",
     "torch.distributed.fsdp._common_utils:_fsdp_flattened": "detection of FSDP1's parameters",
@@ -137,6 +140,10 @@ NAMES = {
     "torch._dynamo.decorators:_dynamo_marked_constant": "constants in compiled code",
     "torch._dynamo.eval_frame:_torchdynamo_disable": "functions that Dynamo never traces",
     "torch._jit_internal:_jit_override_qualname": "torch.jit.script",
+    "torch.jit.frontend.make_source_context": "torch.jit.script",
+    "torch.jit.annotations.try_ann_to_type": "torch.jit.script",
+    "torch._dynamo.eval_frame:get_compiler_config": "detection of compiled code",
+    "torch._dynamo.eval_frame:dynamo_ctx": "comparisons with a compiled model's settings",
     "torch.utils.data.dataloader._BaseDataLoaderIter._next_index": "indices of samples in a dataset",
 }
 
@@ -146,6 +153,9 @@ import functools, importlib, inspect, json, platform, sys, torch
 
 def is_there(name):
     module, _, mark = name.partition(":")
+    if module == "grad_fn":
+        weight = torch.ones(1, 1, 1, requires_grad=True)
+        return any(mark in own for own in dir(torch.conv1d(torch.ones(1, 1, 2), weight).grad_fn))
     if mark:
         return mark in inspect.getsource(importlib.import_module(module))
     *parts, last = name.split(".")

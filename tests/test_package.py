@@ -555,7 +555,7 @@ WITHOUT_NAMES = r"""
 import importlib.util, json, os, re, sys, traceback, warnings
 import torch, torch._dynamo
 
-path, *names = sys.argv[1:]
+path, all_features, *names = sys.argv[1:]
 source = open(path).read()
 
 def train():
@@ -576,13 +576,38 @@ def train():
             scaler.update()
     return [param.sum().item() for param in model.parameters()]
 
+def features():
+    import castwise
+
+    x, model = torch.ones(2, 4), torch.nn.Linear(4, 4)
+
+    class Region(torch.nn.Module):
+        def forward(self, x):
+            with castwise.autocast("cpu", dtype=torch.bfloat16):
+                return x @ x.T
+
+    for forward in (torch.compile(Region(), backend="eager"), torch.export.export(Region(), (x,)).module()):
+        torch.testing.assert_close(forward(x).float(), x @ x.T, rtol=1e-2, atol=0)
+    narrow = torch.nn.Linear(4, 4)
+    castwise.MasterWeights(torch.optim.SGD(narrow.parameters(), lr=1.0), narrow)
+    assert narrow.weight.dtype is torch.bfloat16
+    with castwise.autocast("cpu", dtype=torch.bfloat16, weight_cache=castwise.WeightCache(model)):
+        model(x).sum().backward()
+    castwise.trace(model, x)
+    assert castwise.diagnose(model, torch.sum, x * torch.inf).phase == "input"
+
 def train_without(name):
     renamed = re.sub(rf"(?<!\w){name}(?!\w)", name + "_of_another_release", source)
     assert (renamed != source) is (name != "no_name")
     spec = importlib.util.spec_from_loader("castwise._torch_private", loader=None)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     exec(compile(renamed, path, "exec"), vars(module))
-    return train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        weights = train()
+        if name in all_features.split():
+            features()
+    return weights, [str(one.message) for one in caught if str(one.message).startswith("torch ")]
 
 for name in names:
     read, write = os.pipe()
@@ -600,14 +625,29 @@ for name in names:
 """
 
 
+# What is said without a name of which features of castwise need it.
+IS_OFF = {
+    "current_tx": "a region in compiled code is not undone if tracing stops inside it",
+    "add_cleanup_hook": "a region in compiled code is not undone if tracing stops inside it",
+    "PreDispatchTorchFunctionMode": "exported programs run without the regions of castwise",
+    "ADInplaceOrView": "call WeightCache.invalidate() after collectives that write to the `.data` of weights",
+    "_schema": None,  # ops are then taken to write to nothing
+    "_apply": None,  # parameters are converted one by one
+}
+
+
 def test_without_a_private_name_plain_training_is_as_ever() -> None:
-    names = ["no_name", *sorted(names_of_torch_private())]
-    command = [sys.executable, "-c", WITHOUT_NAMES, str(SOURCE / "_torch_private.py"), *names]
+    """And features that need it say once what is off."""
+    names = ["no_name", *sorted(names_of_torch_private() | IS_OFF.keys())]
+    command = [sys.executable, "-c", WITHOUT_NAMES, str(SOURCE / "_torch_private.py"), " ".join(IS_OFF), *names]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    weights = {name: of_name for line in printed.splitlines() for name, of_name in json.loads(line).items()}
-    assert [*weights] == names
-    assert weights == dict.fromkeys(names, weights["no_name"])
-    assert isinstance(weights["no_name"], list)
+    results = {name: of_name for line in printed.splitlines() for name, of_name in json.loads(line).items()}
+    assert [*results] == names
+    weights, _ = results["no_name"]
+    for name, of_name in results.items():
+        expected = [] if IS_OFF.get(name) is None else [IS_OFF[name]]
+        assert of_name[0] == weights, of_name
+        assert [text.partition(": ")[2] for text in of_name[1]] == expected
 
 
 def test_private_torch_names_are_reached_in_one_place() -> None:

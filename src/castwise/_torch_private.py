@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -96,6 +96,12 @@ def _find(module: str, name: str, otherwise: Any = None) -> Any:
         return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
     except ImportError:
         return otherwise
+
+
+@functools.cache
+def _is_off(name: str, without: str) -> None:
+    """Warn once that torch lacks a name, and of what goes without it."""
+    warn(f"torch {torch.__version__} has no {name}: {without}", UserWarning)
 
 
 def _apply_to_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -251,17 +257,28 @@ def scripted_as(instead: type) -> Callable[[_Class], _Class]:
 
 
 def _graph_traced() -> Any:
-    return _find("torch._dynamo.symbolic_convert", "InstructionTranslator").current_tx().output
+    """Return what Dynamo is tracing into a graph, or None if torch lacks the name."""
+    translator = _find("torch._dynamo.symbolic_convert", "InstructionTranslator")
+    return getattr(translator, "current_tx", lambda: _NO_TRACE)().output
+
+
+_NO_TRACE = SimpleNamespace(output=None)
 
 
 def after_tracing(function: Callable[[], None]) -> None:
     """Have Dynamo call a function when the current trace ends or fails; the last one registered runs first."""
-    _graph_traced().add_cleanup_hook(function)
+    register = getattr(_graph_traced(), "add_cleanup_hook", None)
+    if register is None:
+        name = "torch._dynamo's current_tx or add_cleanup_hook"
+        _is_off(name, "a region in compiled code is not undone if tracing stops inside it")
+    else:
+        register(function)
 
 
 def lines_traced() -> list[tuple[str, int]]:
-    """Return the file and line of each frame that Dynamo is tracing, innermost last."""
-    return [(frame.filename, frame.lineno or 0) for frame in _graph_traced().tracing_context.extract_stack()]
+    """Return the file and line of each frame that Dynamo is tracing, innermost last; none if torch lacks the names."""
+    context = getattr(_graph_traced(), "tracing_context", None)
+    return [] if context is None else [(frame.filename, frame.lineno or 0) for frame in context.extract_stack()]
 
 
 @only_inlined
@@ -419,9 +436,10 @@ children_in: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = op
 def convert_tensors(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert a module's tensors and their gradients in place, as `nn.Module.to` does.
 
-    Without it, `MasterWeights` narrows nothing. FSDP2 overrides it to take note of new tensors.
+    FSDP2 overrides torch's method to take note of new tensors. Without it, nothing is converted.
     """
-    module._apply(function)  # type: ignore[no-untyped-call]  # torch's
+    if hasattr(module, "_apply"):
+        module._apply(function)  # type: ignore[no-untyped-call]  # torch's
 
 
 # The method that `nn.DataParallel` calls to copy a module to a device. Without it, replicas would get the forward that
@@ -496,10 +514,11 @@ def _exporting_mode() -> Any:
     proxy_tensor = sys.modules.get("torch.fx.experimental.proxy_tensor")
     if proxy_tensor is None:
         return None
-    for mode in function_modes():
-        if isinstance(mode, proxy_tensor.PreDispatchTorchFunctionMode):
-            return mode
-    return None
+    recorder = getattr(proxy_tensor, "PreDispatchTorchFunctionMode", None)
+    if recorder is None:
+        _is_off("PreDispatchTorchFunctionMode", "exported programs run without the regions of castwise")
+        return None
+    return next((mode for mode in function_modes() if isinstance(mode, recorder)), None)
 
 
 @only_inlined
@@ -600,7 +619,11 @@ def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
 
     It is never called if torch lacks torch.distributed.
     """
-    level = torch.DispatchKey.ADInplaceOrView
+    level = getattr(torch.DispatchKey, "ADInplaceOrView", None)
+    if level is None:
+        name = "torch.DispatchKey.ADInplaceOrView"
+        _is_off(name, "call WeightCache.invalidate() after collectives that write to the `.data` of weights")
+        return
 
     def kernel(op: Any, keys: Any, written: Any, *args: Any, **kwargs: Any) -> Any:
         function(tree_leaves(written))

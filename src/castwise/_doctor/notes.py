@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch.torch_version import TorchVersion
@@ -75,7 +76,8 @@ def notes_on(version: str) -> list[Note]:
         >>> [note.source for note in notes_on("2.16")]
         ['tests/doctor/test_notes.py', 'benchmarks/torch_versions.py']
     """
-    this = TorchVersion(version)
+    release = re.match(r"\d+(\.\d+)*", version)  # a nightly build counts as the release that it precedes
+    this = TorchVersion(release[0] if release else version)
     return [
         note for since, before, note in _NOTES if (since is None or this >= since) and (before is None or this < before)
     ]

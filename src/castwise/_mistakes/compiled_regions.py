@@ -34,8 +34,8 @@ class CompiledRegions(Finder):
         around = next((outer for device, outer in reversed(self._around) if device == device_type), False)
         if enabled or not around or not backwards_have_state_around() or not torch.is_grad_enabled():
             return
-        *_, (file, line), _, _ = lines_traced()  # the innermost two are the region's own
-        if file == autocast_mode.__file__:  # custom_fwd, whose backward has its own state
+        users = lines_traced()[:-2]  # the innermost two are the region's own
+        if not users or users[-1][0] == autocast_mode.__file__:  # custom_fwd, whose backward has its own state
             return
         self.watch.report(
             "disabled-inside-compiled",
@@ -43,5 +43,5 @@ class CompiledRegions(Finder):
             "runs in fp32, but its backward runs in low precision, where gradients may overflow that eager code keeps "
             "in fp32 (pytorch#179804)",
             cast_before_compiling,
-            Place(file, line),
+            Place(*users[-1]),
         )

@@ -120,7 +120,8 @@ def _draw(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Any:
         func(drawn, *map(narrow, args[1:]), **kwargs)
         return args[0].copy_(drawn)
     kwargs = {name: _NARROW.get(x, x) if isinstance(x, torch.dtype) else narrow(x) for name, x in kwargs.items()}
-    if kwargs.get("dtype") is None and any(x.name == "dtype" for x in schema_of(func).arguments):
+    schema = schema_of(func)
+    if kwargs.get("dtype") is None and schema is not None and any(x.name == "dtype" for x in schema.arguments):
         is_like = bool(args) and isinstance(args[0], torch.Tensor)
         if not (is_like and not args[0].is_floating_point()) and "int" not in facts.name and "perm" not in facts.name:
             kwargs["dtype"] = torch.float32

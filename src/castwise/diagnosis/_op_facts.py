@@ -119,7 +119,7 @@ def _of_batch_norm(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor
 
 @functools.cache
 def _has_running_statistics(func: Any) -> bool:
-    return "batch_norm" in _name(func) and schema_of(func) is not None and "running_mean" in _names(func)
+    return "batch_norm" in _name(func) and "running_mean" in _names(func)
 
 
 def _leaves(value: Any) -> Iterator[torch.Tensor]:
@@ -133,7 +133,8 @@ def _leaves(value: Any) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def _names(func: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in schema_of(func).arguments)
+    schema = schema_of(func)
+    return () if schema is None else tuple(argument.name for argument in schema.arguments)
 
 
 @functools.cache

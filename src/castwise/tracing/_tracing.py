@@ -211,7 +211,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def _forget_origins(self, func: Any, args: Any, kwargs: Any) -> None:
         """Forget the origin of memory that an op writes to."""
         schema = schema_of(func)
-        if not schema.is_mutable:
+        if schema is None or not schema.is_mutable:
             return
         for position, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
