@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -26,44 +27,66 @@ from castwise.monitor._record_file import FILE_NAME
 GROUP: Any = typer.main.get_command(app)
 
 
+# Answers each line in a child of one process, which has imported the command line, and prints whether torch was needed.
 LIGHT = """
-import sys
+import json, os, sys
+import castwise._cli
 from castwise.__main__ import main
-sys.argv = ["castwise", *sys.argv[1:]]
-try:
-    main()
-except SystemExit as exit_:
-    print(exit_.code, "torch" in sys.modules)
+
+for words, environment in json.load(sys.stdin):
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv = ["castwise", *words]
+    os.environ.update(environment)
+    try:
+        main()
+    except SystemExit as exit_:
+        print(f"\\n{exit_.code} {'torch' in sys.modules}", flush=True)
+    os._exit(0)
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        ([], 0),
-        (["--help"], 0),
-        (["--wrong"], 2),
-        (["run", "missing.py"], 2),
-        (["run", "python", "train.py"], 2),
-        (["run", "--wrong", "train.py"], 2),
-        (["run", "-m", "no_such_module"], 2),
-        (["run", "torchrun", "train.py"], 2),
-        (["report", "missing"], 2),
-        (["fix", "missing"], 2),
-        (["compare", "--reference", "float46"], 2),
-        (["tune", "--cost", "money"], 2),
-        (["tune", "--report", "missing/page.html"], 2),
-        (["tune", "--tolerance", "-1"], 2),
-        (["compare", "--model", "missing.py:f"], 2),
-        (["trace", "--policy", "missing"], 2),
-        (["diagnose", "missing", "--model", f"{__file__}:f"], 2),
-        (["run", "--policy", "missing.toml", __file__], 2),
-        (["run", "--schedule", "Headrom", __file__], 2),
-    ],
-)
-def test_what_needs_no_torch_answers_without_it(arguments: list[str], code: int) -> None:
-    run = subprocess.run([sys.executable, "-c", LIGHT, *arguments], capture_output=True, text=True)
-    assert run.stdout.splitlines()[-1:] == [f"{code} False"], run.stderr
+def light(*lines: tuple[list[str], dict[str, str]], folder: Path | None = None) -> list[tuple[str, str]]:
+    """What each line prints, in an environment; and its exit code, and whether torch was imported."""
+    run = subprocess.run(
+        [sys.executable, "-c", LIGHT], input=json.dumps(lines), capture_output=True, text=True, cwd=folder, check=True
+    )
+    answers = re.findall(r"(.*?)^(\d (?:True|False))\n", run.stdout, re.M | re.S)
+    assert len(answers) == len(lines), run.stderr
+    return answers
+
+
+def test_what_needs_no_torch_answers_without_it() -> None:
+    lines = {
+        "": 0,
+        "--version": 0,
+        "--help": 0,
+        **{f"{name} --help": 0 for name in GROUP.commands},
+        "--wrong": 2,
+        "run missing.py": 2,
+        "run python train.py": 2,
+        "run --wrong train.py": 2,
+        "run -m no_such_module": 2,
+        "run torchrun train.py": 2,
+        "report missing": 2,
+        "fix missing": 2,
+        "compare --reference float46": 2,
+        "tune --cost money": 2,
+        "tune --report missing/page.html": 2,
+        "tune --tolerance -1": 2,
+        "compare --model missing.py:f": 2,
+        "trace --policy missing": 2,
+        f"diagnose missing --model {__file__}:f": 2,
+        f"run --policy missing.toml {__file__}": 2,
+        f"run --schedule Headrom {__file__}": 2,
+    }
+    answers = dict(zip(lines, light(*((line.split(), {}) for line in lines)), strict=True))
+    assert {line: end for line, (_, end) in answers.items()} == {line: f"{code} False" for line, code in lines.items()}
+    flags_with_a_value = [
+        line for line, (printed, _) in answers.items() if line.endswith("--help") and "bool" in printed
+    ]
+    assert flags_with_a_value == []
 
 
 def run_python(*arguments: str, **environment: str) -> str:
@@ -99,19 +122,8 @@ def test_the_library_never_loads_its_command_line() -> None:
     assert {"typer", "rich", "castwise._cli"}.isdisjoint(loaded)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--version",
-        "--help",
-        *(
-            f"{name} --help"
-            for name in ("check", "compare", "demo", "diagnose", "doctor", "report", "run", "trace", "tune")
-        ),
-    ],
-)
-def test_version_and_help_import_no_torch(arguments: str) -> None:
-    loaded = modules_loaded_by(*arguments.split())
+def test_help_imports_no_torch() -> None:
+    loaded = modules_loaded_by("run", "--help")
     assert "castwise._cli" in loaded
     assert "torch" not in loaded
 
@@ -135,28 +147,19 @@ def test_the_test_of_torch_can_fail(tmp_path: Path) -> None:
     assert "torch" in modules_loaded_by("run", "--out", str(tmp_path / "out"), str(tmp_path / "script.py"))
 
 
-def completed(line: str, folder: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "castwise"], capture_output=True, text=True, env=os.environ | typed(line), cwd=folder
-    )
-    return done.stdout.split()
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("castwise demo --device c", ["cpu", "cuda"]),
-        ("castwise demo --weights b", ["bf16-split"]),
-        ("castwise run --schedule H", ["Headroom"]),
-        ("castwise run --policy fp16_", ["fp16_stable"]),
-        ("castwise trace --policy m", ["mine.toml"]),
-        ("castwise compare --vary batch_s", ["batch_size"]),
-        ("castwise tune --format bf", ["bfloat16"]),
-    ],
-)
-def test_values_complete(line: str, words: list[str], tmp_path: Path) -> None:
+def test_values_complete(tmp_path: Path) -> None:
+    words = {
+        "castwise demo --device c": ["cpu", "cuda"],
+        "castwise demo --weights b": ["bf16-split"],
+        "castwise run --schedule H": ["Headroom"],
+        "castwise run --policy fp16_": ["fp16_stable"],
+        "castwise trace --policy m": ["mine.toml"],
+        "castwise compare --vary batch_s": ["batch_size"],
+        "castwise tune --format bf": ["bfloat16"],
+    }
     (tmp_path / "mine.toml").touch()
-    assert completed(line, tmp_path) == words
+    answers = light(*(([], typed(line)) for line in words), folder=tmp_path)
+    assert {line: printed.split() for line, (printed, _) in zip(words, answers, strict=True)} == words
 
 
 def is_schedule(value: Any) -> bool:
@@ -235,11 +238,6 @@ def test_a_pipe_gets_no_colours(arguments: str, tmp_path: Path) -> None:
 def test_a_pipe_gets_colours_only_if_they_are_forced() -> None:
     assert "\x1b" not in run_python("-m", "castwise", "--help", GITHUB_ACTIONS="1")
     assert "\x1b" in run_python("-m", "castwise", "--help", GITHUB_ACTIONS="1", FORCE_COLOR="1")
-
-
-@pytest.mark.parametrize("arguments", ["--help", "report --help", "compare --help"])
-def test_flags_are_shown_without_a_value(arguments: str) -> None:
-    assert "bool" not in run_python("-m", "castwise", *arguments.split())
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pseudo-terminals")
