@@ -42,6 +42,7 @@ def _what_imports_made_is_not_searched() -> None:
 _TOGETHER = (
     "tests/amp/test_agreement.py",
     "tests/amp/test_emulation.py",
+    "tests/checking/test_checking.py",
     "tests/cli/test_termination.py",
     "tests/demo/test_results.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",

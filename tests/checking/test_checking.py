@@ -33,37 +33,30 @@ def test_an_unchanged_program_is_identical(golden: Golden, precision: str) -> No
     assert (found.kind, found.exit_code) == ("identical", 0)
 
 
-@pytest.mark.parametrize("changes", [{"fused": True}, {"foreach": False}, {"clips_by_hand": True}])
+@pytest.mark.parametrize("changes", [{"fused": True}, {"foreach": False, "clips_by_hand": True}])
 def test_a_rewrite_is_the_same_function(golden: Golden, precision: str, changes: dict[str, Any]) -> None:
     found = verdict(golden, precision, **changes)
     assert found.kind in ("same", "identical"), found
     assert found.exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "where"),
-    [
-        ({"second": {"eps": 1e-6}}, "blocks.1.norm, forward"),
-        ({"second": {"gelu": "tanh"}}, "blocks.1, forward"),
-        ({"second": {"dropout": 0.11}}, "blocks.1, forward"),
-        ({"loss_bug": 1e-4}, "loss"),
-        ({"clip": 0.5}, "between backward and step"),
-        ({"lr": 1.001e-2}, "optimizer"),
-        ({"betas": (0.9, 0.9991)}, "optimizer"),
-        ({"weight_decay": 0.011}, "optimizer"),
-        ({"seed": 1}, "initial weight words.weight"),
-    ],
-)
-def test_another_function_is_found_and_named(
-    golden: Golden, precision: str, changes: dict[str, Any], where: str
-) -> None:
-    found = verdict(golden, precision, **changes)
-    assert (found.kind, found.where, found.exit_code) == ("different", where, 1), found
+CHANGES = {
+    "blocks.1.norm, forward": [{"second": {"eps": 1e-6}}],
+    "blocks.1, forward": [{"second": {"gelu": "tanh"}}, {"second": {"dropout": 0.11}}],
+    "loss": [{"loss_bug": 1e-4}],
+    "between backward and step": [{"clip": 0.5}],
+    "optimizer": [{"lr": 1.001e-2}, {"betas": (0.9, 0.9991)}, {"weight_decay": 0.011}],
+    "initial weight words.weight": [{"seed": 1}],
+}
 
 
-def test_settings_are_named_exactly(golden: Golden, precision: str) -> None:
-    found = verdict(golden, precision, lr=1.001e-2)
-    assert found.verdict == "different function: optimizer, lr 0.01 is now 0.01001 (AdamW, step 1)"
+@pytest.mark.parametrize("where", CHANGES)
+def test_another_function_is_found_and_named(golden: Golden, precision: str, where: str) -> None:
+    for changes in CHANGES[where] if precision == "bf16" else CHANGES[where][:1]:
+        found = verdict(golden, precision, **changes)
+        assert (found.kind, found.where, found.exit_code) == ("different", where, 1), found
+        if "lr" in changes:
+            assert found.verdict == "different function: optimizer, lr 0.01 is now 0.01001 (AdamW, step 1)"
 
 
 def test_a_value_in_fewer_bits_is_less_accurate() -> None:
