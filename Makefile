@@ -8,7 +8,7 @@ export GOMP_SPINCOUNT ?= 10000
 # Unset, so that modules are compiled once and not again in each of hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test tests accelerator gpu lint docs bench foreign coverage newest oldest versions pythons clean
+.PHONY: demo test tests thorough accelerator gpu lint docs bench foreign coverage newest oldest versions pythons clean
 
 demo: .venv/.ready
 	$(BIN)/castwise demo
@@ -20,6 +20,10 @@ test: .venv/.ready
 # One thread per process, because most tests are too small for more. tests/conftest.py sets the number of processes.
 tests: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+
+# Before a release: all tests, with whole random sweeps of which `make tests` runs a part (tests/thorough.py).
+thorough: export CASTWISE_THOROUGH := 1
+thorough: tests
 
 # In a process of its own, because the simulated accelerator is the one device that torch lets extensions add. Builds it
 # first (half a minute) unless torch's extension cache has it. Skipped without g++ or ninja.
@@ -36,9 +40,11 @@ lint: .venv/.ready
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-# Builds the manual in docs/_build/html, and runs the tests of what is written in it and in the code.
+# Builds the manual in docs/_build/html, and runs the tests of what is written in it and in the code. Only files that have
+# such tests are named: to collect all others takes half a minute in each process.
 docs: .venv/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -m text tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -m text \
+		tests/docs $$(grep -rl 'mark\.text' tests --include='*.py')
 
 # Line and branch coverage of amp/ and distributed/. Fails below 95% of either.
 coverage: .venv/.ready

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tests.thorough import THOROUGH
 
 import castwise
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)
+settings.register_profile("thorough", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("long", max_examples=30_000, **_COMMON)
-settings.load_profile("ci")
+settings.load_profile("thorough" if THOROUGH else "ci")
 os.environ.pop("COLUMNS", None)  # which pytest-xdist sets, and tables in a pipe obey
+# Inductor compiles a few kernels here: it needs no pool of processes, and no programs that try each instruction set.
+os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,6 +46,7 @@ def _what_imports_made_is_not_searched() -> None:
 _TOGETHER = (
     "tests/amp/test_agreement.py",
     "tests/amp/test_emulation.py",
+    "tests/benchmarks/test_fidelity.py",
     "tests/checking/test_checking.py",
     "tests/cli/test_termination.py",
     "tests/demo/test_results.py",

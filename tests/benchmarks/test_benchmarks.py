@@ -178,14 +178,13 @@ def test_models_have_about_as_many_parameters_as_their_tables_say(millions: int)
             assert sum(param.numel() for param in model.parameters()) == pytest.approx(parameters, rel=0.1)
 
 
-@pytest.mark.parametrize("tensors", [10, 100, 1000, 10_000])
+@pytest.mark.parametrize("tensors", [10, 100, 1000])
 def test_models_are_in_about_as_many_tensors_as_their_tables_say(tensors: int) -> None:
     size = growth.gpt_size(growth.PARAMETERS, tensors)
     assert tensors <= growth.number_of_tensors(size) <= tensors + 10
-    if tensors <= 1000:  # to make more takes many seconds
-        with torch.device("meta"):
-            parameters = sum(param.numel() for param in GPT(size).parameters())
-        assert growth.PARAMETERS <= parameters <= 1.6 * growth.PARAMETERS
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(size).parameters())
+    assert growth.PARAMETERS <= parameters <= 1.6 * growth.PARAMETERS
     if tensors <= 100:
         chain = growth.chain(growth.PARAMETERS, tensors)
         assert len(chain) == tensors

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 import castwise
 
@@ -28,6 +27,9 @@ def task(fidelity: Any) -> Any:
 
 
 def test_the_interval_of_a_difference_is_that_of_students_t(fidelity: Any) -> None:
+    stats = importlib.import_module(
+        "scipy.stats"
+    )  # here, because it takes seconds and other processes of tests do without
     low, fp32 = np.random.default_rng(0).normal(size=(2, 5))
     found = fidelity.difference(list(low), list(fp32))
     expected = stats.ttest_rel(low, fp32).confidence_interval(0.95)

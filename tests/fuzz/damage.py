@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 def a_share(divisor: int) -> settings:
     """A fraction of the profile's examples, for tests of which each example takes long."""
-    return settings(max_examples=max(settings.default.max_examples // divisor, 10))  # type: ignore[union-attr]
+    return settings(max_examples=max(settings.default.max_examples // divisor, 5))  # type: ignore[union-attr]
 
 
 @contextmanager

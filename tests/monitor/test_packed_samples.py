@@ -134,16 +134,16 @@ def test_a_column_that_is_wrong_is_no_record(column: str, wrong: Any, tmp_path: 
     [
         ("no base 85: \x00", "it cannot be unpacked"),
         (base64.b85encode(b"no xz").decode(), "it cannot be unpacked"),
-        (packed(b"[" * 100_000), "it cannot be unpacked"),
+        (lambda: packed(b"[" * 100_000), "it cannot be unpacked"),
         (packed(b"{}"), "its columns are not those of a sample"),
-        (packed(b" " * ((64 << 20) + 1)), "it has more than 67,108,864 bytes, the limit for a record"),
+        (lambda: packed(b" " * ((64 << 20) + 1)), "it has more than 67,108,864 bytes, the limit for a record"),
         (base64.b85encode(lzma.compress(b"{}" * 99)[:-9]).decode(), "it is truncated"),
         (3, "a sample: packed must be a string"),
     ],
 )
 def test_what_cannot_be_unpacked_is_no_record(data: object, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"monitor\.jsonl, line 4 is not a record of a monitor: .*{message}"):
-        Run.read(file_with(tmp_path, lambda sample: {**sample, "packed": data}))
+        Run.read(file_with(tmp_path, lambda sample: {**sample, "packed": data() if callable(data) else data}))
 
 
 def test_many_samples_that_each_unpack_to_less_than_the_limit_are_refused_too(
