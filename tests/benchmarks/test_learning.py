@@ -23,6 +23,7 @@ class AtOnce(Executor):
 def learning(monkeypatch: pytest.MonkeyPatch) -> Any:
     script = importlib.import_module("benchmarks.learning")
     monkeypatch.setattr(script, "version", lambda package: None)  # torchao compiles for a minute
+    monkeypatch.setattr(script, "VALIDATION_BATCHES", 1)
     return script
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ def recipes() -> Any:
 
 
 def test_recipes_learn_something_else_than_bf16(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipes, "VALIDATION_BATCHES", 1)
+    monkeypatch.setattr(recipes, "SIZE", replace(recipes.SIZE, batch=2))
     monkeypatch.setattr(recipes, "METHODS", ["bf16", "mxfp8, last block in bf16", "nvfp4"])
     methods = recipes.measure(AtOnce(), [0, 1], steps=2)
     losses = [found["values"] for found in methods.values()]
