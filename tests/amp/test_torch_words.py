@@ -8,16 +8,17 @@ import copy
 import inspect
 import pickle
 import re
-import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.forked import Python
 from torch.amp.grad_scaler import OptState
 
 import castwise
@@ -371,8 +372,8 @@ class Backend:
 
 
 @pytest.mark.parametrize("module", [None, Backend])
-def test_backends_without_a_list_of_dtypes(module: Any) -> None:
-    code = f"""
+def test_backends_without_a_list_of_dtypes(module: Any, tmp_path: Path) -> None:
+    (tmp_path / "regions.py").write_text(f"""
 import torch, castwise
 module = {module and 'type("module", (), {})()'}
 torch.utils.rename_privateuse1_backend("ours")
@@ -387,9 +388,9 @@ for region in (torch.autocast, castwise.autocast):
 theirs, ours = errors
 assert str(ours).startswith(str(theirs)) and isinstance(ours, RuntimeError), ours
 assert "get_amp_supported_dtype" in str(theirs)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+""")
+    process = Python([tmp_path / "regions.py"])
+    assert (process.communicate()[1], process.returncode) == ("", 0)
 
 
 def test_a_gpu_without_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
