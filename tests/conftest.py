@@ -1,5 +1,6 @@
 """Hypothesis profiles (`--hypothesis-profile=long` is for a run by hand), and how tests share processes."""
 
+import functools
 import gc
 import importlib
 import os
@@ -41,24 +42,13 @@ def _what_imports_made_is_not_searched() -> None:
     gc.freeze()
 
 
-# Files with fixtures that take many seconds, once for all their tests that are in one process. So are the blocks of a
-# page of the manual.
-_TOGETHER = (
-    "tests/amp/test_agreement.py",
-    "tests/amp/test_emulation.py",
-    "tests/benchmarks/test_fidelity.py",
-    "tests/checking/test_checking.py",
-    "tests/cli/test_termination.py",
-    "tests/demo/test_results.py",
-    "tests/distributed/fsdp/test_sharded_grad_scaler.py",
-    "tests/distributed/test_master_weights_ranks.py",
-    "tests/distributed/test_policy_fsdp.py",
-    "tests/integrations/test_lightning_ranks.py",
-    "tests/monitor/test_exchange.py",
-    "tests/comparison/test_drift_report.py",
-    "tests/report/test_report_browser.py",
-)
 _OF_THE_BUILT_MANUAL = ("tests/docs/test_layout.py", "tests/docs/test_manual.py")
+
+
+@functools.cache
+def _has_shared_fixtures(file: Path) -> bool:
+    """Return True if tests of a file share a fixture, which each process makes anew: some start ranks or a browser."""
+    return 'scope="module"' in file.read_text()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -87,6 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = nodeid.split("::")[0]
             if file in _OF_THE_BUILT_MANUAL:
                 return "the built manual"
-            return file if file in _TOGETHER or file.endswith(".md") else nodeid
+            # Blocks of a page use names of those before.
+            return file if file.endswith(".md") or _has_shared_fixtures(config.rootpath / file) else nodeid
 
     return Scheduling(config, log)

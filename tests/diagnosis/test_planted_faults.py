@@ -27,6 +27,7 @@ from tests.monitor.mixture import (
     trained,
     with_multiplied_gradient,
 )
+from tests.thorough import THOROUGH
 from torch import Tensor, nn
 
 import castwise
@@ -39,7 +40,7 @@ steps = st.integers(0, 3)
 seeds = st.integers(0, 2**16)
 blocks = st.integers(0, BLOCKS - 1)
 checkpointing = st.sampled_from([None, True, False])
-few = settings(max_examples=12)
+few = settings(max_examples=12 if THOROUGH else 5)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -74,7 +75,7 @@ def plant(module: nn.Module, change: Any) -> None:
 # -- no fault ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=20)
+@settings(max_examples=20 if THOROUGH else 8)
 @given(seeds, steps, st.sampled_from([FP16, BF16, torch.float32]), checkpointing, st.booleans())
 def test_nothing_is_blamed_in_clean_runs(
     seed: int, step: int, dtype: torch.dtype, use_reentrant: bool | None, in_training: bool
