@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -77,9 +78,11 @@ def test_accelerate_clips_as_with_fp32_weights(by_value: bool, guarded: bool) ->
             loss = nn.functional.cross_entropy(prepared(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             accelerator.backward(loss)
             if by_value:
+                accelerator.clip_grad_value_(prepared.up.parameters(), 0.02)  # some of the optimizer's
                 accelerator.clip_grad_value_(prepared.parameters(), 0.01)
             else:
                 numbers.append(float(accelerator.clip_grad_norm_(prepared.parameters(), 0.5)))
+                numbers.append(float(accelerator.clip_grad_norm_(prepared.up.parameters(), 0.05)))
             optimizer.step()
             optimizer.zero_grad()
             numbers.append(loss.item())
@@ -88,6 +91,34 @@ def test_accelerate_clips_as_with_fp32_weights(by_value: bool, guarded: bool) ->
     (numbers, weights), (ours, same) = run(with_master=False), run(with_master=True)
     assert ours == numbers
     assert same_bits(same, weights)
+
+
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("guarded", [False, True])
+def test_accelerate_clips_several_optimizers_together_as_with_fp32_weights(guarded: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from castwise.integrations.accelerate import prepare
+
+    def run(*, with_master: bool) -> list[float]:
+        schedule = castwise.schedules.Guard() if guarded else None
+        accelerator = prepare(accelerate.Accelerator(cpu=True, mixed_precision="bf16"), schedule=schedule)
+        model = net()
+        inner: list[Any] = [adamw(model.up.parameters()), adamw([*model.down.parameters(), *model.norm.parameters()])]
+        if with_master:
+            inner[0] = MasterWeights(inner[0], model)
+        prepared, *optimizers = accelerator.prepare(model, *inner)
+        numbers = []
+        for batch in batches(STEPS):
+            loss = nn.functional.cross_entropy(prepared(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+            accelerator.backward(loss)
+            trained = [*model.up.parameters(), *model.norm.parameters(), *model.down.parameters()]
+            numbers += [loss.item(), float(accelerator.clip_grad_norm_(trained, 0.1))]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers
+
+    assert run(with_master=True) == run(with_master=False)
 
 
 def test_lightning(expected: dict[str, Any], tmp_path: Path) -> None:
@@ -200,45 +231,92 @@ def test_the_plugin_of_fabric_clips_without_a_scaler() -> None:
     assert optimizer.clip_grad_norm_(torch.inf).item() == pytest.approx(0.5, rel=1e-5)
 
 
-@pytest.mark.usefixtures("_fresh_accelerate")
-@pytest.mark.parametrize("how", ["prepare", "the callback", "installed"])
-def test_transformers_trainer_clips_as_with_fp32_weights(how: str, tmp_path: Path) -> None:
+class Adapted(nn.Module):
+    """LoRA, as peft does it without dropout: a frozen layer, and two small ones that are trained."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 4, bias=False)
+        self.up = nn.Linear(4, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + 2.0 * self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def llama(*, with_lora: bool) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, initializer_range=0.2, **size))
+    if with_lora:
+        model.requires_grad_(False)
+        attention = model.model.layers[0].self_attn
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(attention, name, Adapted(getattr(attention, name)))
+        model.enable_input_require_grads()  # as peft does, for gradient checkpointing
+    return model
+
+
+TRAINER_STEPS = 50
+
+
+def trained_by_the_trainer(
+    folder: Path, how: str, *, with_master: bool, with_lora: bool
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], list[str]]:
+    """Train with the Trainer's own clipping; return losses and norms, weights, and warnings about `MasterWeights`."""
     transformers: Any = pytest.importorskip("transformers")
     from castwise.integrations.accelerate import prepare
     from castwise.integrations.transformers import ReportCallback
 
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     tokens = torch.randint(16, (16, 8), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
+    model = llama(with_lora=with_lora)
+    settings = transformers.TrainingArguments(
+        *(str(folder),), max_steps=TRAINER_STEPS, use_cpu=True, bf16=True, report_to=[], save_strategy="no",
+        disable_tqdm=True, logging_steps=1, per_device_train_batch_size=4, gradient_checkpointing=True,
+        learning_rate=1e-2,
+    )  # fmt: skip
+    # The Trainer's own, whose parameters are in another order than the model's, because norms are not decayed.
+    optimizer = transformers.Trainer(model, settings, train_dataset=rows).create_optimizer()
+    if with_master:
+        optimizer = MasterWeights(optimizer, model)
+    schedule = optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    callbacks = [ReportCallback(folder / "report")] if how == "the callback" else []
+    with castwise.installed() if how == "installed" else nullcontext(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = transformers.Trainer(
+            model, settings, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=callbacks
+        )
+        if how == "prepare":
+            prepare(trainer.accelerator)
+        trainer.train()
+    logged = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+    weights = optimizer.fp32_state_dict(model) if with_master else model.state_dict()
+    warned = [str(warning.message) for warning in caught if "MasterWeights" in str(warning.message)]
+    return logged, {name: value.detach() for name, value in weights.items()}, warned
 
-    def run(*, with_master: bool) -> tuple[list[Any], dict[str, Any]]:
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=16, **size))
-        settings = transformers.TrainingArguments(
-            *(str(tmp_path),), max_steps=STEPS, use_cpu=True, bf16=True, report_to=[], save_strategy="no",
-            max_grad_norm=0.1, disable_tqdm=True, logging_steps=1, per_device_train_batch_size=4,
-            gradient_checkpointing=True,
-        )  # fmt: skip
-        # The Trainer's own, whose parameters are in another order than the model's, because norms are not decayed.
-        optimizer = transformers.Trainer(model, settings, train_dataset=rows).create_optimizer()
-        if with_master:
-            optimizer = MasterWeights(optimizer, model)
-        schedule = optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-        callbacks = [ReportCallback(tmp_path / str(with_master))] if how == "the callback" else []
-        with castwise.installed() if how == "installed" else nullcontext():
-            trainer = transformers.Trainer(
-                model, settings, train_dataset=rows, optimizers=(optimizer, schedule), callbacks=callbacks
-            )
-            if how == "prepare":
-                prepare(trainer.accelerator)
-            trainer.train()
-        logged = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
-        return logged, optimizer.fp32_state_dict(model) if with_master else model.state_dict()
 
-    (logged, weights), (ours, same) = run(with_master=False), run(with_master=True)
-    assert ours == logged
-    assert len(logged) == STEPS
-    assert same_bits(same, {name: value.detach() for name, value in weights.items()})
+@pytest.mark.usefixtures("_fresh_accelerate")
+@pytest.mark.parametrize("with_lora", [False, True], ids=["all weights", "LoRA"])
+def test_transformers_trainer_clips_as_with_fp32_weights(with_lora: bool, tmp_path: Path) -> None:
+    def run(how: str, *, with_master: bool = True) -> tuple[list[Any], dict[str, Any], list[str]]:
+        return trained_by_the_trainer(tmp_path / how, how, with_master=with_master, with_lora=with_lora)
+
+    logged, weights, _ = run("alone", with_master=False)
+    norms = [norm for _, norm in logged]
+    assert len(norms) == TRAINER_STEPS
+    assert max(norms) > 1.0  # max_grad_norm
+    for how in ("prepare", "the callback", "installed"):
+        ours, same, warned = run(how)
+        assert ours == logged, how
+        assert same_bits(same, weights), how
+        assert warned == [], how
+    rounded, others, warned = run("not integrated")
+    assert rounded != logged
+    assert not same_bits(others, weights)
+    assert len(warned) == 1
+    assert "call castwise.integrations.accelerate.prepare(accelerator)" in warned[0]
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:

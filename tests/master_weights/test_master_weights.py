@@ -461,6 +461,21 @@ def test_gradients_that_are_clipped_in_16_bits_are_warned_of(change: Callable[[A
         assert "optimizer.clip_grad_norm_(max_norm)" in message
 
 
+def test_rare_clipping_in_16_bits_is_warned_of_where_gradients_are_written_to_in_each_step() -> None:
+    model, optimizer = wrapped(ADAMW)
+    warned = []
+    for step, batch in enumerate(batches(14)):
+        with castwise.autocast("cpu", dtype=torch.bfloat16):
+            model(batch).float().square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1 if step in (10, 12) else 1e6)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        warned += [(step, str(warning.message).partition(" were ")[0]) for warning in caught]
+        optimizer.zero_grad()
+    assert warned == [(10, "gradients of MasterWeights")]
+
+
 @pytest.mark.parametrize("micro_batches", [1, 2, 5])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_compensated_sums_have_the_bits_of_fp32_sums(set_to_none: bool, micro_batches: int) -> None:
@@ -485,6 +500,25 @@ def test_compensated_sums_have_the_bits_of_fp32_sums(set_to_none: bool, micro_ba
     accumulate(rounded, of_rounded, lambda: of_rounded.clip_grad_norm_(0.1))
     is_same = same_bits(of_rounded.fp32_state_dict(rounded), plain.state_dict())
     assert is_same is (micro_batches == 1)
+
+
+def test_a_scaler_clips_compensated_sums_by_the_norm_of_fp32_sums() -> None:
+    def train(model: Net, optimizer: Any) -> list[float]:
+        scaler, norms = GradScaler("cpu", init_scale=2.0**10), []
+        for step in range(4):
+            for batch in batches(3, 3 * step):
+                with castwise.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(batch).float().square().mean() / 3
+                scaler.scale(loss).backward()
+            norms.append(scaler.clip_grad_norm_(optimizer, 0.1).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return norms
+
+    plain, (model, optimizer) = net(), wrapped(ADAMW, accumulate="compensated")
+    assert train(model, optimizer) == train(plain, ADAMW(plain.parameters()))
+    assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
 
 
 def test_compensation_needs_memory_from_the_second_micro_batch_until_the_step() -> None:

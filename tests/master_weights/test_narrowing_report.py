@@ -92,6 +92,7 @@ def test_narrow_is_the_way_around() -> None:
     assert model.blocks[1].c_fc.weight.dtype is torch.bfloat16
     with castwise.autocast("cpu", dtype=torch.bfloat16):
         assert optimizer.narrowing_report(model, TOKENS, scale=2.0).is_same
+    assert optimizer.narrowing_report(model, TOKENS, scale=2.0).is_same  # in a region of its own
     assert losses(model, optimizer) == losses(plain, adamw(plain))
     assert same_bits(optimizer.fp32_state_dict(model), plain.state_dict())
 

@@ -24,6 +24,9 @@ class StepsInFP32(Protocol):
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the elements of the gradients of the next step, without a scaler."""
 
+    def _unrounded_sum(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the fp32 sum that a parameter's gradient was rounded from; None if it was not or that is not kept."""
+
     def _clip_once_unscaled(self, *, factor: torch.Tensor | None = ..., clip_value: float = ...) -> None:
         """Clip in the next step, once it has unscaled: multiply by a factor, or limit each element."""
 

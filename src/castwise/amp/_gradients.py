@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -40,6 +40,8 @@ class Group(NamedTuple):
     """What share of each tensor this rank counts: 1 / n if n ranks hold the same. None means all of it."""
     has_half: bool = False
     """Whether some tensors are 16-bit although `dtype` is fp32."""
+    unrounded: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+    """Returns the fp32 sum that the tensor of a parameter was rounded from; None if it was not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,12 @@ class Gradients:
         """Return only the gradients of the given parameters."""
         return self.without({param for param in self.params if param not in params})
 
-    def measured_in_fp32(self) -> Gradients:
-        """Return these gradients with 16-bit and fp32 ones in one group, so that norms are added in parameter order."""
+    def measured_in_fp32(self, unrounded: Callable[[torch.Tensor], torch.Tensor | None]) -> Gradients:
+        """Return these gradients with 16-bit and fp32 ones in one group, so that norms are added in parameter order.
+
+        Args:
+            unrounded: Returns the fp32 sum that a parameter's gradient was rounded from; None if it was not.
+        """
         place = {id(param): index for index, param in enumerate(self.params)}
         by_kind = defaultdict[tuple[torch.device, torch.dtype, type, bool], list[Any]](list)
         for group in self.groups:
@@ -83,7 +89,7 @@ class Gradients:
             entries.sort(key=lambda entry: place[id(entry[0])])
             params, tensors, shares, dtypes = map(list, zip(*entries, strict=True))
             kept, has_half = None if None in shares else shares, {*dtypes} != {dtype}
-            groups.append(Group(device, dtype, params, tensors, is_complex, kept, has_half))
+            groups.append(Group(device, dtype, params, tensors, is_complex, kept, has_half, unrounded))
         return Gradients(self.params, groups, self.repeat, self.share)
 
     def has_fp16(self) -> bool:

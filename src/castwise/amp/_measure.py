@@ -273,6 +273,10 @@ def _norms(group: Group, norm_type: float, dtype: torch.dtype | None = None) -> 
     if norm_type == math.inf and not all(map(torch.Tensor.numel, tensors)):
         tensors = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
     norms = foreach_norm(tensors, norm_type, dtype)
+    if group.unrounded is not None:
+        for index, param in enumerate(group.params):  # one at a time, to need memory for one only
+            if (unrounded := group.unrounded(param)) is not None:
+                norms[index] = foreach_norm([unrounded], norm_type, dtype)[0]
     if is_plain(group.tensors[0]):
         return norms
     stacked = torch.stack(norms)

@@ -598,15 +598,15 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
         record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
-        if record.info.steps_in_fp32:
-            in_fp32 = cast(StepsInFP32, optimizer)
+        in_fp32 = cast(StepsInFP32, optimizer) if record.info.steps_in_fp32 else None
+        if in_fp32 is not None:
             in_fp32._check_not_clipped_by_value()
         # A fused step computes in fp32, so fp16 gradients are allowed, as in torch.
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
         grads = self._gradients_to_clip(record, norm_type, allow_fp16=allow_fp16)
         # A step would unscale a repeated gradient once per occurrence.
         is_left_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
-        as_stepped = grads.measured_in_fp32() if record.info.steps_in_fp32 and not grads.repeat else grads
+        as_stepped = grads if in_fp32 is None or grads.repeat else grads.measured_in_fp32(in_fp32._unrounded_sum)
         if isinstance(record.state, Clipped):
             scaled_by = record.state.divisor  # clipped before: measure the gradients as that call would leave them
         else:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from castwise._torch_private import UNSCALES_IN_STEP
 from castwise._warnings import warn
@@ -29,7 +30,7 @@ from castwise.amp._schedules import Schedule
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.master_weights import _parameter_clipping as parameter_clipping
-from castwise.master_weights._master_weights import MasterWeights
+from castwise.master_weights._master_weights import MasterWeights, owner_of, sum_over_ranks
 from castwise.master_weights._parameter_clipping import listed
 from castwise.monitor._monitor import Monitor
 from castwise.monitor._sinks import JSONL
@@ -64,9 +65,10 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
     `ShardedGradScaler` under FSDP, and a `GradScaler` that synchronizes all ranks under FSDP2 and with a
     `ParallelismConfig`. `accelerator.autocast()` and the region around the forward of prepared models become castwise
     regions with the settings of `AutocastKwargs`. `accelerator.clip_grad_norm_` and `clip_grad_value_` use the scaler
-    if called with the parameters of one prepared optimizer. Without a scaler, a `MasterWeights` clips in fp32 in its
-    step. Otherwise they do what Accelerate does. `step_was_skipped` of a prepared optimizer is also correct for fused
-    optimizers and closures; for a fused optimizer it syncs.
+    if called with the parameters of one prepared optimizer. Otherwise a `MasterWeights` clips in fp32 in its step, and
+    other optimizers do what Accelerate does. `sum_over_ranks` of a `MasterWeights(accumulate="compensated")` is called
+    for models in DDP that have no other communication hook. `step_was_skipped` of a prepared optimizer is also correct
+    for fused optimizers and closures; for a fused optimizer it syncs.
 
     Args:
         accelerator: An accelerator in fp16, bf16 or full precision that has not prepared anything yet. With fp16 on a
@@ -108,18 +110,24 @@ def prepare(accelerator: Accelerator, *, schedule: Schedule | None = None) -> Ac
 def clip_in_step(optimizer: Any) -> None:
     """Have the accelerator that has prepared an optimizer clip a `MasterWeights` in fp32, as after `prepare`.
 
-    Accelerate's own methods would have torch clip its 16-bit gradients. Nothing else of the accelerator changes.
+    Accelerate's own methods would have torch clip its 16-bit gradients. DDP averages in fp32 then, as after `prepare`
+    too. Nothing else of the accelerator changes.
 
     Args:
         optimizer: A prepared optimizer. If it is no `MasterWeights`, or Accelerate scales with torch's scaler, nothing
             changes.
     """
-    if not isinstance(unwrapped(optimizer), MasterWeights):
+    master = unwrapped(optimizer)
+    if not isinstance(master, MasterWeights):
         return
-    for accelerator in [each for each in gc.get_objects() if issubclass(type(each), Accelerator)]:
+    objects = gc.get_objects()
+    for accelerator in [each for each in objects if issubclass(type(each), Accelerator)]:
         is_its = any(prepared is optimizer for prepared in getattr(accelerator, "_optimizers", ()))
         if is_its and isinstance(accelerator.scaler, (GradScaler, type(None))):
             _CastwiseMethods(accelerator).clip_from(accelerator)
+    for model in [each for each in objects if issubclass(type(each), DistributedDataParallel)]:
+        if any(owner_of(param) is master for param in model.parameters()):  # Accelerate keeps the model inside it
+            sum_over_ranks(model)
 
 
 def _check_preparable(accelerator: Any) -> None:
@@ -324,7 +332,9 @@ class _CastwiseMethods:
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
         with _castwise_regions():
-            return self._theirs.prepare_model(self._accelerator, *args, **kwargs)
+            prepared = self._theirs.prepare_model(self._accelerator, *args, **kwargs)
+        sum_over_ranks(prepared)
+        return prepared
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         prepared = self._theirs.prepare_optimizer(self._accelerator, *args, **kwargs)
@@ -348,19 +358,26 @@ class _CastwiseMethods:
         optimizer = self._owner_of(parameters)
         if optimizer is not None:
             return self._accelerator.scaler.clip_grad_norm_(optimizer, max_norm, norm_type)
-        if not self._has_scaler():
-            norm = parameter_clipping.clip_grad_norm_(parameters, max_norm, norm_type)
-            if norm is not None:
-                return norm
-        return self._theirs.clip_grad_norm_(self._accelerator, parameters, max_norm, norm_type)
+        self._unscale_for_step(parameters)
+        norm = parameter_clipping.clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm is None:
+            norm = self._theirs.clip_grad_norm_(self._accelerator, parameters, max_norm, norm_type)
+        return norm
 
     def clip_grad_value_(self, parameters: _Parameters, clip_value: float) -> None:
         parameters = listed(parameters)
         optimizer = self._owner_of(parameters)
         if optimizer is not None:
             self._accelerator.scaler.clip_grad_value_(optimizer, clip_value)
-        elif self._has_scaler() or not parameter_clipping.clip_grad_value_(parameters, clip_value):
+            return
+        self._unscale_for_step(parameters)
+        if not parameter_clipping.clip_grad_value_(parameters, clip_value):
             self._theirs.clip_grad_value_(self._accelerator, parameters, clip_value)
+
+    def _unscale_for_step(self, parameters: list[torch.Tensor]) -> None:
+        """Unscale gradients, as Accelerate does before clipping, if a `MasterWeights` clips some of these."""
+        if self._has_scaler() and parameter_clipping.is_in_step(parameters):
+            self.unscale_gradients()
 
     def _has_scaler(self) -> bool:
         scaler = self._accelerator.scaler

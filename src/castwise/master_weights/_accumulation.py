@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 
@@ -44,6 +44,8 @@ class Accumulation:
     def __init__(self) -> None:
         self._residues: dict[torch.Tensor, _Residue] = {}
         self._reduced: dict[torch.Tensor, _Reduced] = {}
+        self.reduces = WeakSet[torch.nn.Module]()
+        """The DDP modules that call `all_reduce`."""
 
     def watch(self, weight: Weight) -> None:
         """Keep what is lost when a backward adds to a parameter's gradient."""
@@ -86,6 +88,11 @@ class Accumulation:
         if residue is None or residue.grad is not param.grad or versions_of([residue.grad])[0] != residue.version:
             return None
         return residue.bits
+
+    def residues(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return what to add to the bits of gradients in fp32, by parameter, before a step writes to them."""
+        residues = {param: self.residue_of(param) for param in {*self._residues, *self._reduced}}
+        return {param: bits for param, bits in residues.items() if bits is not None}
 
     def all_reduce(self, group: Any, bucket: Any) -> Any:
         """Communication hook of DDP: average a bucket of gradients over ranks in fp32, and keep what bf16 cannot hold.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,12 @@ from castwise.master_weights._buckets import Bucket, BucketViews, Loan, as_dtens
 from castwise.master_weights._low_state import Blockwise, Created, LowState, is_of_weight
 
 
-def loans_of(
-    views: BucketViews, residue_of: Callable[[torch.Tensor], torch.Tensor | None] | None, *, all_: bool
-) -> list[Loan]:
+def loans_of(views: BucketViews, residues: Mapping[torch.Tensor, torch.Tensor], *, all_: bool) -> list[Loan]:
     """Return the loans of a bucket's segments that have a gradient, and set their gradients.
 
     Args:
         views: The views of the decoded bucket.
-        residue_of: Returns what to add to the bits of a parameter's gradient in fp32, as int16.
+        residues: By parameter, what to add to the bits of its gradient in fp32, as int16.
         all_: Whether to include segments without a gradient.
     """
     loans, copied_to, copied = [], [], []
@@ -43,11 +41,8 @@ def loans_of(
             loans.append(loan)
     if copied:
         torch._foreach_copy_(copied_to, copied)
-    if residue_of is None:
-        return loans
-    for loan in loans:
-        residue = residue_of(loan.segment.weight.param)
-        if residue is not None:
+    for loan in loans if residues else ():
+        if (residue := residues.get(loan.segment.weight.param)) is not None:
             loan.fp32_grad.view(torch.int32).add_(_part_of(loan, residue))
     return loans
 

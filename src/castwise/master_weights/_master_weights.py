@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -423,32 +423,38 @@ class MasterWeights(torch.optim.Optimizer):
         self._inner.add_param_group({**param_group, "params": params})
         self._adopt(model, tensors, chosen)
 
-    def sum_over_ranks(self, model: nn.parallel.DistributedDataParallel) -> None:
+    def sum_over_ranks(self, model: nn.Module) -> None:
         """Have DDP average bf16 gradients over ranks in fp32, and keep what bf16 cannot hold until the step.
 
-        Gradients then have the bits that DDP computes from fp32 weights, but are sent in fp32. Call once, before
-        training. Needs `accumulate="compensated"`.
+        Gradients then have the bits that DDP computes from fp32 weights, but are sent in fp32. Call before training.
+        A second call for the same model does nothing. Needs `accumulate="compensated"`.
 
         Args:
-            model: The model in DDP, without `gradient_as_bucket_view` and without another communication hook.
+            model: The model in DDP, or a framework's wrapper of that. DDP must be without `gradient_as_bucket_view`
+                and without another communication hook.
 
         Raises:
+            RuntimeError: DDP has another communication hook.
             TypeError: `model` is not in DDP.
             ValueError: `accumulate` is not "compensated", or DDP's gradients are views of its buckets.
         """
-        if not isinstance(model, nn.parallel.DistributedDataParallel):
+        parallel = _in_ddp(model)
+        if parallel is None:
             raise TypeError(f"model must be a DistributedDataParallel, got {type(model).__name__}")
         if self._accumulation is None:
             raise ValueError('sum_over_ranks keeps bits beside gradients: give MasterWeights accumulate="compensated"')
-        if model.gradient_as_bucket_view:
+        if parallel.gradient_as_bucket_view:
             raise ValueError("gradients must not be views of DDP's buckets: omit gradient_as_bucket_view")
         accumulation = self._accumulation
+        if parallel in accumulation.reduces:
+            return
 
         def all_reduce(state: Any, bucket: Any) -> Any:
             return accumulation.all_reduce(state, bucket)
 
         all_reduce.__annotations__.clear()  # which DDP would compare with its own classes
-        model.register_comm_hook(model.process_group, all_reduce)
+        parallel.register_comm_hook(parallel.process_group, all_reduce)
+        accumulation.reduces.add(parallel)
 
     def _find_model(self, new: set[torch.Tensor]) -> nn.Module | None:
         """Return the model; of a copied or unpickled optimizer, the smallest module that has its weights and `new`."""
@@ -536,14 +542,21 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _fp32_grad(self, param: torch.Tensor, grad: torch.Tensor, clips: tuple[Clip, ...]) -> torch.Tensor | None:
         """Return a gradient in fp32 as it is clipped by now; None if it is the gradient itself."""
+        in_fp32 = self._unrounded_sum(param)
+        if in_fp32 is None and clips:
+            in_fp32 = grad.to(torch.float32) if grad.dtype.itemsize < 4 else grad.clone()
+        if in_fp32 is not None:
+            for clip in clips:
+                clip.apply_([(param, in_fp32)])
+        return in_fp32
+
+    def _unrounded_sum(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the fp32 sum that a parameter's gradient was rounded from; None if it was not, or is not kept."""
         residue = None if self._accumulation is None else self._accumulation.residue_of(param)
-        if residue is None and not clips:
+        if residue is None or param.grad is None:
             return None
-        in_fp32 = grad.to(torch.float32) if grad.dtype.itemsize < 4 else grad.clone()
-        if residue is not None:
-            in_fp32.view(torch.int32).add_(residue)
-        for clip in clips:
-            clip.apply_([(param, in_fp32)])
+        in_fp32 = param.grad.to(torch.float32)
+        in_fp32.view(torch.int32).add_(residue)
         return in_fp32
 
     def _pairs_to_clip(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -633,6 +646,7 @@ class MasterWeights(torch.optim.Optimizer):
         clips, returned = self._take_clips(scale, is_fused=is_fused), None
         created: Created = {}
         written: list[Weight] = []
+        residues = {} if self._accumulation is None else self._accumulation.residues()
         with torch.no_grad(), ExitStack() as stack:
             if is_fused:
                 inner_scale = None if clips else scale
@@ -640,7 +654,7 @@ class MasterWeights(torch.optim.Optimizer):
                 if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
                     stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
             for round_ in rounds:
-                returned = self._step_round(round_, clips, created, written, writes_grads=scale is not None)
+                returned = self._step_round(round_, clips, created, written, residues, writes_grads=scale is not None)
         if self._accumulation is not None:
             self._accumulation.clear()
         note_stepped(self._inner)
@@ -691,10 +705,11 @@ class MasterWeights(torch.optim.Optimizer):
         clips: tuple[Clip, ...],
         created: Created,
         written: list[Weight],
+        residues: dict[torch.Tensor, torch.Tensor],
         *,
         writes_grads: bool,
     ) -> Any:
-        with self._lent(round_, created, written) as loans:
+        with self._lent(round_, created, written, residues) as loans:
             groups = self._inner.param_groups
             if not loans and self._reach is not Reach.ALL and not _grads(groups):
                 return None
@@ -715,7 +730,13 @@ class MasterWeights(torch.optim.Optimizer):
 
     @contextmanager
     def _lent(
-        self, round_: _Round, created: Created, written: list[Weight], *, all_: bool = False
+        self,
+        round_: _Round,
+        created: Created,
+        written: list[Weight],
+        residues: dict[torch.Tensor, torch.Tensor],
+        *,
+        all_: bool = False,
     ) -> Iterator[list[Loan]]:
         """Lend fp32 weights to the inner optimizer in the body; write their rounded values if it does not raise.
 
@@ -723,10 +744,10 @@ class MasterWeights(torch.optim.Optimizer):
             round_: The call, with the members to lend.
             created: State that parts of cut weights have created in this step.
             written: Weights found to be written from outside are appended.
+            residues: What to add to the bits of gradients in fp32, by parameter.
             all_: Whether to also lend weights without gradients.
         """
         all_ = all_ or self._reach is Reach.ALL  # such optimizers may refer to parameters by position
-        residue_of = None if self._accumulation is None else self._accumulation.residue_of
         views_of, found, loans = dict[Bucket, BucketViews](), dict[Bucket, list[Segment]](), dict[Segment, Loan]()
         for bucket in round_.buckets:
             if all_ or bucket.has_grads():
@@ -734,7 +755,7 @@ class MasterWeights(torch.optim.Optimizer):
                 own = Workspace(rounded_up(bucket.length, bucket.aligned), self._low_state.names()) if all_ else None
                 views = self._workspace.views_of(bucket) if own is None else BucketViews(bucket, own)
                 views_of[bucket], found[bucket] = views, bucket.decode(views)
-                loans.update((loan.segment, loan) for loan in loans_of(views, residue_of, all_=all_))
+                loans.update((loan.segment, loan) for loan in loans_of(views, residues, all_=all_))
         members: dict[int, list[Loan | torch.Tensor]] = {
             index: [
                 loans[each] if isinstance(each, Segment) else each
@@ -767,7 +788,7 @@ class MasterWeights(torch.optim.Optimizer):
     def _switch(self, method: Callable[[], object]) -> None:
         self._checked_rounds()
         written: list[Weight] = []
-        with torch.no_grad(), self._lent(self._whole(), {}, written, all_=True):
+        with torch.no_grad(), self._lent(self._whole(), {}, written, {}, all_=True):
             method()
         self._warn_of(written, is_counted=False)
 
@@ -1135,8 +1156,8 @@ class MasterWeights(torch.optim.Optimizer):
             fp32[weight.param] = nn.Parameter(value, requires_grad=weight.param.requires_grad)
         kind = next((weight.layout.device.type for weight in weights), "cpu")
         policy = self._narrow if isinstance(self._narrow, BoundPolicy) else None
-        region: Any = nullcontext() if torch.is_autocast_enabled(kind) else autocast(kind, self._dtype, policy=policy)
-        with region:
+        own = autocast(kind, self._dtype) if policy is None else autocast(kind, policy=policy)
+        with nullcontext() if torch.is_autocast_enabled(kind) else own:
             return compare_forwards(model, fp32, args, kwargs)
 
     def memory(self) -> dict[str, int]:
@@ -1195,6 +1216,22 @@ def _refuse_alone(optimizer: torch.optim.Optimizer, args: object, kwargs: object
 def owner_of(param: torch.Tensor) -> object:
     """Return the `MasterWeights` that steps a parameter as a 16-bit one; None if there is none."""
     return _OWNERS[param]() if param in _OWNERS else None
+
+
+def sum_over_ranks(model: nn.Module) -> None:
+    """Call `MasterWeights.sum_over_ranks` for a model that a framework has wrapped in DDP, where that is possible."""
+    parallel = _in_ddp(model)
+    if parallel is None or parallel.gradient_as_bucket_view:
+        return
+    owners = {owner for param in parallel.parameters() if isinstance(owner := owner_of(param), MasterWeights)}
+    if len(owners) == 1 and (owner := owners.pop())._accumulation is not None:
+        with suppress(RuntimeError):  # DDP has another communication hook, which the script has asked for
+            owner.sum_over_ranks(parallel)
+
+
+def _in_ddp(model: nn.Module) -> nn.parallel.DistributedDataParallel | None:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((each for each in modules if isinstance(each, nn.parallel.DistributedDataParallel)), None)
 
 
 def has_owners() -> bool:

@@ -6,6 +6,7 @@ Frameworks and scripts clip `model.parameters()`, without an optimizer. These fu
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -35,8 +36,8 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise if the norm is not finite. Syncs.
 
     Returns:
-        The norm. None if no `MasterWeights` steps any of the parameters, or if FSDP1 has flattened them; nothing has
-        been clipped then.
+        The norm, as a DTensor if all gradients are, as torch's function returns it. None if no `MasterWeights` steps
+        any of the parameters, or if FSDP1 has flattened them; nothing has been clipped then.
 
     Raises:
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set, or a backward has added to gradients that
@@ -56,7 +57,22 @@ def clip_grad_norm_(
         )
         _clip(parameters, stepped_by, factor=factor)
         multiply_(grads_of(param for param in parameters if param not in stepped_by), factor)
-    return norm
+    return on_mesh_of(norm, [grad for _, grad in pairs])
+
+
+def is_in_step(parameters: list[torch.Tensor]) -> bool:
+    """Return True if a `MasterWeights` would clip gradients of some of the parameters in its step."""
+    return bool(_owners(parameters))
+
+
+def on_mesh_of(norm: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of gradients as torch's function does: as a DTensor if all of them are, of one mesh."""
+    meshes: list[Any] = [getattr(grad, "device_mesh", None) for grad in grads]
+    if not meshes or None in meshes or any(mesh != meshes[0] for mesh in meshes):
+        return norm
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(norm, meshes[0], [Replicate()] * meshes[0].ndim, run_check=False)
 
 
 def clip_grad_value_(parameters: list[torch.Tensor], clip_value: float) -> bool:

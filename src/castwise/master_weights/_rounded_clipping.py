@@ -1,12 +1,13 @@
 """Notice gradients that were clipped in 16 bits, by torch's functions, before a `MasterWeights` stepped them.
 
 Torch's functions know no optimizer, so this compares a sample of one gradient after the backward and before the step,
-in the first steps and ever more rarely. A gradient that was not written to in between costs nothing.
+in the first steps and ever more rarely. A gradient that was not written to in between costs nothing. One that was, as
+clipping does also where the norm is small, is compared in each step, except on an accelerator, where that waits.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -19,6 +20,12 @@ from castwise.master_weights._buckets import local
 
 _SAMPLED = 64  # elements
 _ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class _Found(NamedTuple):
+    grad_is_cpu: bool
+    how: str | None
+    """In words; None if what was written was not clipping, or not rounded."""
 
 
 class RoundedClipping:
@@ -39,14 +46,15 @@ class RoundedClipping:
     def _look(self) -> None:
         """Sample the gradient after the next backwards, until the next step."""
         param, itself = self._param(), ref(self)
+        if self._handle is not None or param is None:
+            return
 
         def sample(param: torch.Tensor) -> None:
             if (check := itself()) is not None:
                 check._guard.call(check._sample, param)
 
-        if param is not None:
-            register: Any = param.register_post_accumulate_grad_hook
-            self._handle = register(never_traced(sample))
+        register: Any = param.register_post_accumulate_grad_hook
+        self._handle = register(never_traced(sample))
 
     def _sample(self, param: torch.Tensor) -> None:
         grad = param.grad
@@ -57,24 +65,25 @@ class RoundedClipping:
         """Return how the gradient was clipped since the last backward, in words; None if it was not."""
         self._steps += 1
         before, self._before = self._before, None
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-        if self._steps < 3 or self._steps.bit_count() == 1:
+        found: _Found | None = None if before is None else self._guard.call(self._compare, *before)
+        if self._steps < 3 or self._steps.bit_count() == 1 or (found is not None and found.grad_is_cpu):
             self._look()
-        how: str | None = None if before is None else self._guard.call(self._compare, *before)
-        return how
+        else:
+            self.stop()
+        return None if found is None else found.how
 
-    def _compare(self, grad: torch.Tensor, version: int, before: torch.Tensor) -> str | None:
+    def _compare(self, grad: torch.Tensor, version: int, before: torch.Tensor) -> _Found | None:
+        """Return how the gradient was clipped; None if it was not written to since the backward."""
         param = self._param()
         if param is None or param.grad is not grad or versions_of([grad])[0] == version or is_capturing(grad):
             return None
-        return _how_clipped(before.double(), _sample_of(grad).double(), _ROUNDING[grad.dtype])
+        return _Found(grad.is_cpu, _how_clipped(before.double(), _sample_of(grad).double(), _ROUNDING[grad.dtype]))
 
     def stop(self) -> None:
         """Stop looking."""
         if self._handle is not None:
             self._handle.remove()
+            self._handle = None
 
 
 def _sample_of(grad: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,9 @@ from castwise.amp._gradients import params_of
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations._lightning.scaling import Precision, Scaling
+from castwise.master_weights._clipping import grads_of
 from castwise.master_weights._master_weights import MasterWeights
+from castwise.master_weights._parameter_clipping import on_mesh_of
 
 
 class FabricPrecision(Scaling):
@@ -91,11 +93,13 @@ class FabricPrecision(Scaling):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        if isinstance(optimizer, MasterWeights) and not any(map(is_fsdp_flattened, params_of(optimizer))):
-            if self.scaler is None:
-                return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-            return self.scaler.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
-        return theirs(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        if not isinstance(optimizer, MasterWeights) or any(map(is_fsdp_flattened, params_of(optimizer))):
+            return theirs(module, optimizer, max_norm, norm_type, error_if_nonfinite)
+        if self.scaler is None:
+            norm = optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        else:
+            norm = self.scaler.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
+        return on_mesh_of(norm, grads_of(params_of(optimizer)))
 
     def _clip_value(
         self, theirs: Callable[..., None], module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float

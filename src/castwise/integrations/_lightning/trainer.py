@@ -16,6 +16,7 @@ from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations._lightning.scaling import Precision, Scaling
 from castwise.master_weights import _parameter_clipping as parameter_clipping
+from castwise.master_weights._master_weights import sum_over_ranks
 from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._policy import Policy
 from castwise.weights._weight_cache import WeightCache
@@ -62,6 +63,7 @@ class TrainerPrecision(Scaling):
         self._models = [weakref.ref(model)]
         if optimizers:
             self._check_rank_agreement()
+            sum_over_ranks(model)
         self._bound_policy = None if self._policy is None else self._policy.bind(model)
         self._weight_cache = WeightCache(model) if self._wants_weight_cache else None
         return model, optimizers, lr_schedulers
