@@ -39,8 +39,7 @@ def train(compiled: bool, fused: bool, folded: bool = False) -> tuple[Any, ...]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize(("fused", "folded"), [(False, False), (True, False), (True, True)])
 def test_a_compiled_step_trains_as_an_eager_one(fused: bool, folded: bool) -> None:
     assert train(True, fused, folded) == train(False, fused, folded)
 

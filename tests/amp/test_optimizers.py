@@ -112,12 +112,12 @@ def clip_as_torch_does(scaler: Any, optimizer: torch.optim.Optimizer, max_norm: 
 def train_clipped(
     cls: type[torch.optim.Optimizer], flags: dict[str, bool], scaler: Any, device: str
 ) -> tuple[list[torch.Tensor], list[float], list[float]]:
-    """A hundred clipped iterations, three of them with an inf or a NaN; returns the parameters, norms and scales."""
+    """Forty clipped iterations, three of them with an inf or a NaN; returns the parameters, norms and scales."""
     draw = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in [(8, 2), (8, 2)]]
     optimizer = cls(params, lr=0.01, **flags)  # type: ignore[call-arg]
     norms, scales = [], []
-    for step in range(100):
+    for step in range(40):
         optimizer.zero_grad()
         losses = []
         for param in params:
@@ -126,7 +126,7 @@ def train_clipped(
                 rows = torch.randint(8, (5,), generator=draw).to(device)
                 used = torch.nn.functional.embedding(rows, param, sparse=True)
             losses.append(((used - torch.randn(used.shape, generator=draw).to(device)) ** 2).sum())
-        spoil = {20: torch.inf, 50: torch.nan, 51: -torch.inf}.get(step, 1.0 if step % 3 else 0.1)
+        spoil = {10: torch.inf, 20: torch.nan, 21: -torch.inf}.get(step, 1.0 if step % 3 else 0.1)
         scaler.scale(sum(losses) * spoil).backward()
         if isinstance(scaler, GradScaler):
             norm = scaler.clip_grad_norm_(optimizer, 5.0)
@@ -140,14 +140,14 @@ def train_clipped(
 
 
 def compare_clipped(cls: type[torch.optim.Optimizer], flags: dict[str, bool], device: str) -> None:
-    theirs = train_clipped(cls, flags, torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=9), device)
-    ours = train_clipped(cls, flags, GradScaler(device, init_scale=2.0**10, growth_interval=9), device)
+    theirs = train_clipped(cls, flags, torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=4), device)
+    ours = train_clipped(cls, flags, GradScaler(device, init_scale=2.0**10, growth_interval=4), device)
     assert ours[2] == theirs[2], "the same steps are skipped"
     assert len(set(theirs[2])) > 4
     assert any(norm > 6.0 for norm in theirs[1])
     assert any(norm < 5.0 for norm in theirs[1])
     finite = [pair for pair in zip(ours[1], theirs[1], strict=True) if pair[1] < torch.inf]
-    assert len(finite) == 97
+    assert len(finite) == 37
     for our_norm, their_norm in finite:
         assert our_norm == pytest.approx(their_norm, rel=1e-6)
     for our_param, their_param in zip(ours[0], theirs[0], strict=True):
@@ -155,13 +155,11 @@ def compare_clipped(cls: type[torch.optim.Optimizer], flags: dict[str, bool], de
 
 
 @pytest.mark.parametrize(("cls", "flags"), ON_A_CPU)
-def test_a_hundred_clipped_steps_are_those_of_torch(cls: type[torch.optim.Optimizer], flags: dict[str, bool]) -> None:
+def test_clipped_steps_are_those_of_torch(cls: type[torch.optim.Optimizer], flags: dict[str, bool]) -> None:
     compare_clipped(cls, flags, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("cls", "flags"), CASES)
-def test_a_hundred_clipped_steps_are_those_of_torch_on_a_gpu(
-    cls: type[torch.optim.Optimizer], flags: dict[str, bool]
-) -> None:
+def test_clipped_steps_are_those_of_torch_on_a_gpu(cls: type[torch.optim.Optimizer], flags: dict[str, bool]) -> None:
     compare_clipped(cls, flags, "cuda")
