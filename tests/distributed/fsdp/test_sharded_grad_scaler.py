@@ -123,7 +123,7 @@ def test_stages_of_a_pipeline_train_as_in_one_process(world_size: int, tmp_path:
             assert split["weights"][str(rank)] == pytest.approx(alone["weights"][str(rank)], rel=1e-5), case
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["for-loop", "fused"])  # the scaler does the same for steps by for-loop and foreach
 def test_when_a_rank_dies_the_others_raise_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
     survivor, dead = run(WORKER, 2, tmp_path / "store", f"death {kind}")
     assert dead is None
