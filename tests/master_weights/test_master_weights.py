@@ -264,6 +264,41 @@ def test_clipping_by_torch_rounds_and_warns_and_ours_does_not() -> None:
     assert not same_bits(other, weights)
 
 
+def test_sums_that_are_clipped_by_parameters_after_each_backward_are_clipped_once_with_a_warning() -> None:
+    def train(clip: Callable[[Net, Any, bool], object]) -> tuple[dict[str, Any], list[str]]:
+        model, optimizer = wrapped(ADAMW)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(3):
+                for micro_batch, batch in enumerate(batches(2, 2 * step)):
+                    with castwise.autocast("cpu", dtype=torch.bfloat16):
+                        model(batch).float().square().mean().backward()
+                    clip(model, optimizer, micro_batch == 1)
+                optimizer.step()
+                optimizer.zero_grad()
+        return optimizer.fp32_state_dict(model), [str(warning.message) for warning in caught]
+
+    def after_the_last(model: Net, optimizer: Any, is_last: bool) -> None:
+        if is_last:
+            optimizer.clip_grad_norm_(0.1)
+
+    def after_each(model: Net, optimizer: Any, is_last: bool) -> None:
+        parameter_clipping.clip_grad_norm_([*model.parameters()], 0.1)
+
+    def and_written(model: Net, optimizer: Any, is_last: bool) -> None:
+        if is_last:
+            parameter_clipping.clip_grad_norm_([*model.parameters()], 0.1)
+            torch._foreach_mul_([param.grad for param in model.parameters()], 1.0)
+
+    expected, warned = train(after_the_last)
+    assert warned == []
+    for clip in (after_each, and_written):
+        weights, warned = train(clip)
+        assert same_bits(weights, expected)
+        assert len(warned) == 1
+        assert warned[0].startswith("gradients of MasterWeights were clipped before the last backward added to them")
+
+
 def test_clipping_is_for_the_gradients_there_were() -> None:
     model, optimizer = wrapped(ADAMW)
 

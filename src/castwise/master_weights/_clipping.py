@@ -52,6 +52,12 @@ class Clipping:
     clips: tuple[Clip, ...]
     is_once_unscaled: bool = False
     """Whether a scaler has asked for them: it unscales the gradients later, here or in place."""
+    is_by_parameters: bool = False
+    """Whether they were asked for by parameters, as of torch's functions, which may be called before a backward too."""
+
+    def has_written(self, grads: list[torch.Tensor]) -> bool:
+        """Return True if gradients were written to since."""
+        return bool(self.grads.changed(grads)[0])
 
     def clips_of(self, grads: list[torch.Tensor]) -> tuple[Clip, ...]:
         """Return the clippings if these are the gradients that were clipped, else none.

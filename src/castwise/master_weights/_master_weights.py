@@ -163,6 +163,7 @@ class MasterWeights(torch.optim.Optimizer):
     """
 
     _steps_in_fp32 = True  # the protocol `amp._fp32_steps.StepsInFP32`
+    _has_warned_of_late_backward = False
 
     def __init__(
         self,
@@ -566,19 +567,36 @@ class MasterWeights(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         return [(param, param.grad) for param in params if param.grad is not None]
 
-    def _clips(self) -> tuple[Clip, ...]:
-        """Return how the current gradients are clipped already; raise a RuntimeError if they were written to since."""
-        return () if self._clipping is None else self._clipping.clips_of(_grads(self.param_groups))
+    def _clips(self, *, is_stepping: bool = False) -> tuple[Clip, ...]:
+        """Return how the current gradients are clipped already.
 
-    def _add_clip(self, clip: Clip, *, is_once_unscaled: bool = False) -> None:
+        If gradients were written to since, a RuntimeError is raised. If they were clipped by parameters there is a
+        warning instead, and their sum is clipped once: a later clipping replaces the earlier ones.
+        """
+        clipping, grads = self._clipping, _grads(self.param_groups)
+        if clipping is None:
+            return ()
+        if not clipping.is_by_parameters or not clipping.has_written(grads):
+            return clipping.clips_of(grads)
+        if not self._has_warned_of_late_backward:
+            self._has_warned_of_late_backward = True
+            warn_or_print(
+                "gradients of MasterWeights were clipped before the last backward added to them. Their sum is clipped, "
+                "once: clip after the last backward before a step",
+                UserWarning,
+            )
+        return clipping.clips if is_stepping else ()
+
+    def _add_clip(self, clip: Clip, *, is_once_unscaled: bool = False, is_by_parameters: bool = False) -> None:
         """Clip the current gradients in the next step.
 
         Args:
             clip: How; after earlier clippings of these gradients.
             is_once_unscaled: Whether a scaler is going to unscale them first.
+            is_by_parameters: Whether the caller knows no optimizer, and may clip again after another backward.
         """
-        earlier = self._clips()
-        self._clipping = Clipping(Snapshot(_grads(self.param_groups)), (*earlier, clip), is_once_unscaled)
+        clips, grads = (*self._clips(), clip), Snapshot(_grads(self.param_groups))
+        self._clipping = Clipping(grads, clips, is_once_unscaled, is_by_parameters)
 
     def _take_clips(self, scale: torch.Tensor | None, *, is_fused: bool) -> tuple[Clip, ...]:
         """Return what to do to the fp32 gradients of this step, in order, and forget it.
@@ -588,7 +606,7 @@ class MasterWeights(torch.optim.Optimizer):
             is_fused: Whether the inner optimizer divides by it, unless there is something else to do afterwards.
         """
         try:
-            clips = self._clips()
+            clips = self._clips(is_stepping=True)
         finally:
             self._clipping = None
         if scale is None or (is_fused and not clips):

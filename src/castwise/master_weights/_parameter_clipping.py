@@ -40,8 +40,8 @@ def clip_grad_norm_(
         any of the parameters, or if FSDP1 has flattened them; nothing has been clipped then.
 
     Raises:
-        RuntimeError: The norm is not finite and `error_if_nonfinite` is set, or a backward has added to gradients that
-            were clipped.
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set, or a backward has added to gradients after
+            a method of the optimizer has clipped them.
     """
     stepped_by = _owners(parameters)
     if not stepped_by:
@@ -112,4 +112,4 @@ def _clip(
     for owner in dict.fromkeys(stepped_by.values()):
         own = frozenset(param for param in parameters if stepped_by.get(param) is owner)
         with_grads = {param for group in owner.param_groups for param in group["params"] if param.grad is not None}
-        owner._add_clip(Clip(factor, bound, None if own == with_grads else own))
+        owner._add_clip(Clip(factor, bound, None if own == with_grads else own), is_by_parameters=True)
