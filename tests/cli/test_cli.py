@@ -77,11 +77,13 @@ def test_what_needs_no_torch_answers_without_it() -> None:
         "tune --tolerance -1": 2,
         "compare --model missing.py:f": 2,
         "trace --policy missing": 2,
-        f"diagnose missing --model {__file__}:f": 2,
-        f"run --policy missing.toml {__file__}": 2,
-        f"run --schedule Headrom {__file__}": 2,
+        "diagnose missing --model test_cli.py:f": 2,
+        "run --policy missing.toml test_cli.py": 2,
+        "run --schedule Headrom test_cli.py": 2,
     }
-    answers = dict(zip(lines, light(*((line.split(), {}) for line in lines)), strict=True))
+    answers = dict(
+        zip(lines, light(*((line.split(), {}) for line in lines), folder=Path(__file__).parent), strict=True)
+    )
     assert {line: end for line, (_, end) in answers.items()} == {line: f"{code} False" for line, code in lines.items()}
     flags_with_a_value = [
         line for line, (printed, _) in answers.items() if line.endswith("--help") and "bool" in printed
