@@ -204,6 +204,11 @@ def test_outputs_of_vllm_objects_and_json() -> None:
     assert from_vllm([as_json])[0].log_probs == [None, None, None, -0.5]
     with pytest.raises(ValueError, match=r"SamplingParams\(logprobs=0\)"):
         from_vllm([as_json | {"outputs": [{"token_ids": [7], "logprobs": None}]}])
+    for of_server in ({"choices": [{"logprobs": {"token_logprobs": [-0.5]}}]}, "choices"):
+        with pytest.raises(ValueError, match=r"what LLM\.generate returns.*responses of a server have the texts"):
+            from_vllm([of_server])
+    numbers = {"token_ids": [7], "logprobs": [{7: numpy.float32(-0.5)}]}
+    assert from_vllm([as_json | {"outputs": [numbers]}])[0].log_probs[-1] == -0.5
 
 
 def test_without_the_likeliest_token_vllm_recorded_none() -> None:
@@ -312,6 +317,9 @@ RECORD = {"tokens": [1, 2], "log_probs": [None, -1.0]}
         ([RECORD | {"log_probs": [None, None]}], "at least one log-probability"),
         ([RECORD | {"tokens": [1.5, 2]}], "integer ids"),
         ([RECORD | {"log_probs": [None, "a"]}], "list of numbers"),
+        ([RECORD | {"log_probs": [None, math.nan]}], r"records\[0\]: log_probs\[1\] must be the finite log.*got nan$"),
+        ([RECORD | {"log_probs": [None, -math.inf]}], "got -inf: record them before top_k and top_p exclude tokens"),
+        ([RECORD | {"log_probs": [None, 0.5]}], r"so at most 0, or None, got 0\.5$"),
         ([RECORD | {"tokens": [1, 99]}], r"records\[0\]: the model must return logits .*the largest is 99"),
         ([RECORD | {"experts": {"gate": [[0], [1]]}}], "a router 'gate', which is no module"),
         (3, "records must be a file of JSON lines"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,10 +28,16 @@ def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> lis
             router. Without them, experts are left out, with a warning.
 
     Raises:
-        ValueError: Log-probabilities were not requested, or `routers` are not as many as the layers.
+        ValueError: The outputs are of another kind, log-probabilities were not requested, or `routers` are not as many
+            as the layers.
     """
     records = []
     for output in outputs:
+        if _get(output, "prompt_token_ids") is None or _get(output, "outputs") is None:
+            raise ValueError(
+                "outputs must be what LLM.generate returns, with prompt_token_ids and outputs: responses of a server "
+                "have the texts of tokens and not their ids"
+            )
         prompt = as_list(_get(output, "prompt_token_ids"))
         recorded = _get(output, "prompt_logprobs") or [None] * len(prompt)
         of_prompt = _get(output, "prompt_routed_experts")
@@ -197,11 +204,12 @@ def _by_token(at: Mapping[Any, Any] | None) -> dict[int, float]:
     """Return log-probabilities by token id of one position, where vLLM has objects with a `logprob`."""
     if at is None:
         return {}
-    values = {int(token): value if isinstance(value, float) else _get(value, "logprob") for token, value in at.items()}
-    return {token: float(value) for token, value in values.items()}
+    return {
+        int(token): float(value if isinstance(value, Real) else _get(value, "logprob")) for token, value in at.items()
+    }
 
 
 def _has_likeliest(at: Mapping[Any, Any] | None) -> bool:
     """Return False if the likeliest token is not among those of one position, as may be with `logprobs=0`."""
-    ranks = [None if isinstance(value, float) else _get(value, "rank") for value in (at or {}).values()]
+    ranks = [None if isinstance(value, Real) else _get(value, "rank") for value in (at or {}).values()]
     return 1 in ranks or all(rank is None for rank in ranks)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _COLUMNS = ("sequence", "token", "log_prob")
+_LARGEST = 0.01  # of a log-probability: 0, and the rounding of a logarithm of a sum in bf16
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class TokenRecord:
             token, empty where it was not recorded.
 
     Raises:
-        ValueError: The lists have different lengths, or the first token has a log-probability.
+        ValueError: The lists have different lengths, a log-probability is not finite or above 0 by more than rounding,
+            or the first token has one.
         TypeError: A token is not an integer, or a log-probability is not a number.
     """
 
@@ -50,6 +52,13 @@ class TokenRecord:
             raise TypeError("tokens must be a list of integer ids")
         if not all(value is None or isinstance(value, float) for value in self.log_probs):
             raise TypeError("log_probs must be a list of numbers, with None where nothing was recorded")
+        for place, value in enumerate(self.log_probs):
+            if value is not None and not (math.isfinite(value) and value <= _LARGEST):
+                hint = ": record them before top_k and top_p exclude tokens" if value == -math.inf else ""
+                raise ValueError(
+                    f"log_probs[{place}] must be the finite logarithm of a probability, so at most 0, or None, got "
+                    f"{value}{hint}"
+                )
         if self.log_probs and self.log_probs[0] is not None:
             raise ValueError(
                 "the first token has no tokens before it, so its log-probability must be None: give the tokens of the "
