@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -83,6 +84,23 @@ def test_a_value_of_the_program_decides() -> None:
 
     found = check(changed, golden)
     assert (found.kind, found.where) == ("different", "value logits")
+
+
+def test_modules_that_write_to_their_buffers_can_run_again() -> None:
+    """The backward of a batch normalization refuses statistics that were written to since its forward."""
+
+    def program(eps: float = 1e-5) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4, eps))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.rand(5, 3)).square().mean().backward()
+            optimizer.step()
+
+    golden = record(program, 2)
+    assert golden.local.keys() == {"", "0", "1"}
+    assert check(program, golden).kind == "identical"
+    assert check(functools.partial(program, 1e-4), golden).where == "1, forward"
 
 
 def test_a_function_without_an_optimizer_is_checked_by_its_values() -> None:

@@ -17,7 +17,7 @@ from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
-from castwise._torch_private import is_backward_running, tree_leaves, tree_map, without_dispatch_modes
+from castwise._torch_private import buffers_in, is_backward_running, tree_leaves, tree_map, without_dispatch_modes
 from castwise.amp import GradScaler, autocast
 from castwise.checking._names import Names
 from castwise.checking._promotion import exact_arithmetic, widen
@@ -331,9 +331,12 @@ class Recorder:
     def _rerun(self, module: nn.Module, name: str, args: Any, kwargs: Any, output: Any, state: torch.Tensor) -> None:
         """Compare a module's output with that of the same code in float64 on the same inputs."""
         self._is_off = True
-        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        # Writing to the buffers would spoil what the backward of a batch normalization has saved.
+        buffers = [(table, dict(table)) for table in map(buffers_in, module.modules())]
         after = torch.get_rng_state()
         try:
+            for table, before in buffers:
+                table.update({each: None if buffer is None else buffer.clone() for each, buffer in before.items()})
             with torch.no_grad(), without_dispatch_modes(), _no_autocast():
                 torch.set_rng_state(state)
                 args, kwargs = tree_map(_detached, (args, kwargs))
@@ -344,9 +347,8 @@ class Recorder:
             pass  # a module that cannot run on its own has no local error
         finally:
             torch.set_rng_state(after)
-            with torch.no_grad(), without_dispatch_modes():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            for table, before in buffers:
+                table.update(before)
             self._is_off = False
 
 
