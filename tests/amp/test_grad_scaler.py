@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import io
 import pickle
@@ -1001,6 +1002,78 @@ def test_tools_write_states_of_optimizers_before_and_after_they_are_used(when: s
         results.append((param.item(), scaler.get_scale()))
     assert results[0] == results[1]
     assert results[0][1] == (2.0 if bad else 4.0)
+
+
+class Copied(torch.amp.GradScaler):
+    """Has a step of its own, which goes through the same states as torch's."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        returned = self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        state["stage"] = OptState.STEPPED
+        return returned
+
+
+class OurCopied(GradScaler):
+    step = Copied.step
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_step_of_a_tool_gives_back_the_state_that_it_was_given(bad: bool) -> None:
+    results = []
+    for cls in (Copied, OurCopied):
+        scaler, param = cls("cpu", init_scale=4.0), weight(1.0)
+        optimizer = torch.optim.SGD([param], lr=0.5)
+        scaler.scale(param.sum() * (torch.inf if bad else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        results.append((param.item(), scaler.get_scale()))
+    assert results[0] == results[1]
+
+
+@dataclasses.dataclass
+class ComparedByValue:
+    """Has no hash, because it has an `__eq__`."""
+
+    inner: torch.optim.Optimizer
+
+    def step(self) -> None:
+        self.inner.step()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+
+class WithSlots:
+    """Cannot be referenced weakly."""
+
+    __slots__ = ("inner",)
+    __init__, step, param_groups = ComparedByValue.__init__, ComparedByValue.step, ComparedByValue.param_groups
+
+
+@pytest.mark.parametrize("kind", [ComparedByValue, WithSlots])
+def test_optimizers_without_a_hash_or_a_weak_reference_train_as_with_torch(kind: Any) -> None:
+    results = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        scaler, param = cls("cpu", init_scale=4.0), weight(1.0)
+        optimizer = kind(torch.optim.SGD([param], lr=0.5))
+        for factor in (1.0, torch.inf, 2.0):
+            param.grad = None
+            scaler.scale(param.sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((param.item(), scaler.get_scale()))
+    assert results[0] == results[1] == (-0.5, 2.0)
+
+
+@pytest.mark.parametrize("given", [None, [1], 3])
+def test_what_is_no_optimizer_is_named(given: Any) -> None:
+    scaler, _, _ = ready()
+    with pytest.raises(TypeError, match=f"expected an optimizer with param_groups, got {type(given).__name__}"):
+        scaler.step(given)
 
 
 def _write_stage(scaler: Any, key: int, stage: OptState) -> None:

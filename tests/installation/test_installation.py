@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import inspect
 import math
 import pickle
 import signal
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import sharded_grad_scaler as sharded
 from torch.utils.checkpoint import checkpoint
 
 import castwise
@@ -414,11 +417,43 @@ def test_a_warning_of_a_learning_rate_schedule_is_given_at_the_line_that_calls_i
     assert {each.filename for each in caught} == {__file__}
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"schedule": castwise.schedules.Static(8.0)},
+        {"policy": castwise.Policy(compute="bfloat16")},
+        {"weight_cache": True},
+    ],
+    ids=["plain", "schedule", "policy", "cache"],
+)
+def test_classes_are_derived_from_each_other_as_torchs_are_and_their_objects_can_be_copied(
+    settings: dict[str, Any],
+) -> None:
+    def classes() -> list[Any]:
+        scalers = [torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler, sharded.ShardedGradScaler]
+        return [*scalers, torch.autocast, torch.cuda.amp.autocast, torch.cpu.amp.autocast]
+
+    def order(of: list[Any]) -> list[list[bool]]:
+        return [[issubclass(one, other) for other in of] for one in of]
+
+    torchs = classes()
+    with castwise.installed(**settings):
+        ours = classes()
+        assert order(ours) == order(torchs)
+        for cls in ours:
+            made = cls("cpu") if "device" in inspect.signature(cls).parameters or cls is torch.autocast else cls()
+            for copied in (copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+                assert type(copied) is cls
+
+
 def test_a_schedule_moves_all_scalers_whatever_numbers_they_are_given() -> None:
     with castwise.installed(schedule=castwise.schedules.Static(8.0)):
         made = [torch.amp.GradScaler("cpu", init_scale=4.0), torch.GradScaler("cpu", 2.0, growth_interval=7)]
         disabled = torch.amp.GradScaler("cpu", enabled=False)
-        copied = pickle.loads(pickle.dumps(made[0]))
+        pickled = pickle.dumps(made[0])
+    copied = pickle.loads(pickled)
     assert [scaler.get_scale() for scaler in made] == [8.0, 8.0]
     assert all(scaler.schedule == castwise.schedules.Static(8.0) for scaler in [*made, copied])
     assert type(copied) is castwise.GradScaler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,11 @@ class Settings:
         self._cache: WeightCache | None = None
         self._is_bound = False
         self._has_scheduled = False
+        self._instead: dict[type[Any], type[Any]] = {}  # of castwise's classes for all devices
+        if policy is not None or weight_cache:
+            self._instead[autocast] = _region(self)
+        if schedule is not None:
+            self._instead[GradScaler] = _scaler(schedule, self._note_scheduled)
 
     @property
     def notes(self) -> list[str]:
@@ -55,10 +61,9 @@ class Settings:
         """Return the replacement for a class or function of torch: `new`, or a subclass that applies the settings."""
         if not isinstance(new, type):
             return new
-        if issubclass(new, autocast) and (self.policy is not None or self.weight_cache):
-            return _region(new, self)
-        if issubclass(new, GradScaler) and self.schedule is not None:
-            return _scaler(new, self.schedule, self._note_scheduled)
+        for base, derived in self._instead.items():
+            if issubclass(new, base):  # of torch's classes, too, those of a device are derived from the others
+                return derived if new is base else _derived(new, {}, derived)
         return new
 
     def _note_scheduled(self) -> None:
@@ -95,8 +100,8 @@ class Settings:
         self._is_bound = False
 
 
-def _region(base: type[autocast], settings: Settings) -> type[autocast]:
-    enter_base: Callable[[Any], Any] = base.__enter__  # looked up here: Dynamo of torch 2.11 finds `enter` instead
+def _region(settings: Settings) -> type[autocast]:
+    enter_base: Callable[[Any], Any] = autocast.__enter__  # looked up here: Dynamo of torch 2.11 finds `enter` instead
 
     def enter(self: Any) -> Any:
         if is_dynamo_compiling():  # which cannot trace `Settings`, not even as a variable of this function
@@ -105,27 +110,38 @@ def _region(base: type[autocast], settings: Settings) -> type[autocast]:
             self._settings.apply(self)
         return enter_base(self)
 
-    namespace = {"__enter__": enter, "__module__": base.__module__, "__doc__": base.__doc__, "_settings": settings}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated classes warn when a subclass is defined
-        return type(base.__name__, (base,), namespace)
+    region: type[autocast] = _derived(autocast, {"__enter__": enter, "_settings": settings})
+    return region
 
 
-def _scaler(base: type[GradScaler], schedule: Schedule, note_scheduled: Callable[[], None]) -> type[GradScaler]:
+def _scaler(schedule: Schedule, note_scheduled: Callable[[], None]) -> type[GradScaler]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)
+        GradScaler.__init__(self, *args, **kwargs)
         if self.is_enabled():
             self._adopt(schedule)
             note_scheduled()
             if self._agreement is not None:
                 self._agree_with(self._agreement)
 
-    def reduce(self: Any) -> Any:
-        return _unpickled, (base,), self.__getstate__()
-
-    namespace = {"__init__": init, "__reduce__": reduce, "__module__": base.__module__, "__doc__": base.__doc__}
-    return type(base.__name__, (base,), namespace)
+    scaler: type[GradScaler] = _derived(GradScaler, {"__init__": init})
+    return scaler
 
 
-def _unpickled(cls: type[GradScaler]) -> GradScaler:
+def _derived(base: Any, namespace: dict[str, Any], *more: type[Any]) -> Any:
+    """Return a class derived from `base`, and from `more`, whose objects are pickled as objects of `base`."""
+
+    def reduce(self: Any, protocol: int) -> Any:
+        _, _, *state = base.__reduce_ex__(self, protocol)
+        return _unpickled, (base,), *state
+
+    names = {"__module__": base.__module__, "__doc__": base.__doc__, "__reduce_ex__": reduce}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's deprecated classes warn when a subclass is defined
+        return type(base.__name__, (base, *more), names | namespace)
+
+
+def _unpickled(base: Any) -> Any:
+    """Return an object of the class that torch's name has now, which may be in the place of `base`."""
+    torchs = getattr(sys.modules.get("torch" + base.__module__.removeprefix("castwise")), base.__name__, base)
+    cls = torchs if issubclass(torchs, base) else base
     return cls.__new__(cls)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -25,12 +25,13 @@ class OptimizerInfo:
     """Facts about an optimizer that are determined once.
 
     Args:
-        optimizer: The optimizer; no reference to it is kept.
+        optimizer: The optimizer.
         number: How many optimizers came before it. Ranks identify an optimizer by this number.
         shared: Which gradients of the scaler's optimizers are already unscaled.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, shared: SharedParams) -> None:
+        self.optimizer = reference_to(optimizer)
         self.number, self.shared = number, shared
         self.last_step: LastStep | None = None
         # Before there was `grad_scale`, optimizers took the scaler itself as an argument of `step`.
@@ -38,21 +39,31 @@ class OptimizerInfo:
         self.steps_in_fp32 = steps_in_fp32(optimizer)
 
 
+def reference_to(optimizer: Any) -> Callable[[], Any]:
+    """Return a weak reference, or a strong one if the optimizer's class allows no other, as with `__slots__`."""
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:
+        return lambda: optimizer
+
+
 class KnownOptimizers:
-    """The optimizers that a scaler has seen."""
+    """The optimizers that a scaler has seen. They are found by `id`, because a class with `__eq__` has no hash."""
 
     def __init__(self) -> None:
-        self._infos: WeakKeyDictionary[torch.optim.Optimizer, OptimizerInfo] = WeakKeyDictionary()
+        self._infos: dict[int, OptimizerInfo] = {}
         self._count = 0
         self.shared = SharedParams()
 
     def info(self, optimizer: torch.optim.Optimizer, *, is_scaled: bool = True) -> OptimizerInfo:
         """Return the facts about an optimizer; a new one is watched if its gradients are scaled."""
-        info = self._infos.get(optimizer)
-        if info is None:
+        info = self._infos.get(id(optimizer))
+        if info is None or info.optimizer() is not optimizer:
+            self._infos = {key: known for key, known in self._infos.items() if known.optimizer() is not None}
             if is_scaled:
-                self.shared.add(params_of(optimizer), map(params_of, self._infos))
-            info = self._infos[optimizer] = OptimizerInfo(optimizer, self._count, self.shared)
+                others = (known.optimizer() for known in self._infos.values())
+                self.shared.add(params_of(optimizer), map(params_of, others))
+            info = self._infos[id(optimizer)] = OptimizerInfo(optimizer, self._count, self.shared)
             self._count += 1
         return info
 
@@ -228,7 +239,8 @@ class OptimizerRecord(MutableMapping[str, Any]):
 class Iteration:
     """The state since the last `update()`, which replaces it as a whole."""
 
-    records: dict[torch.optim.Optimizer, OptimizerRecord] = field(default_factory=dict)
+    records: dict[int, OptimizerRecord] = field(default_factory=dict)
+    """By `id(optimizer)`; a record keeps its optimizer alive."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """The losses that were given to `scale`, detached; fp32, shape ()."""
     unseen: dict[int, UnseenState] = field(default_factory=dict)
@@ -300,7 +312,7 @@ class OptimizerStates(defaultdict[int, Any]):
     def of(iteration: Iteration) -> OptimizerStates:
         """Return the states of an iteration."""
         # As torch lists them; __missing__ finds the others.
-        begun = {id(record.optimizer): record for record in iteration.records.values() if record.has_begun()}
+        begun = {key: record for key, record in iteration.records.items() if record.has_begun()}
         states = OptimizerStates(UnseenState, begun | iteration.unseen)
         states.iteration = iteration
         return states
@@ -308,8 +320,7 @@ class OptimizerStates(defaultdict[int, Any]):
     def __missing__(self, key: int) -> Any:
         if self.iteration is None:
             return defaultdict.__missing__(self, key)
-        records = (record for record in self.iteration.records.values() if id(record.optimizer) == key)
-        state = next(records, None) or self.iteration.unseen.setdefault(key, UnseenState())
+        state = self.iteration.records.get(key) or self.iteration.unseen.setdefault(key, UnseenState())
         dict.__setitem__(self, key, state)
         return state
 

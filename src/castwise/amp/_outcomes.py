@@ -7,7 +7,6 @@ all ranks react to them at the same time. Results from a CPU are read at once.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -205,7 +204,7 @@ class Outcomes:
         """
         self.updates += 1
         loss = None if scale_before is None else iteration.loss(scale_before.device)
-        for step in steps:
+        for index, step in enumerate(steps):
             self.steps += 1
             if scale_before is not None and scale is not None and self.wants(step):
                 found_infs = [measure.combine(each.found_inf_per_device.values(), scale) for each in steps]
@@ -213,8 +212,8 @@ class Outcomes:
                     _Pending(
                         self.steps,
                         self.updates,
-                        weakref.ref(step.optimizer),
-                        found_infs[steps.index(step)],
+                        step.info.optimizer,
+                        found_infs[index],
                         found_infs[0] if len(steps) == 1 else torch.stack(found_infs).amin(),
                         scale_before,
                         loss,

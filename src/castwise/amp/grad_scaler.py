@@ -315,7 +315,7 @@ class GradScaler(torch.amp.GradScaler):
             *arguments: Its other arguments, which must be the same on all ranks.
             shows: Whether to run the hooks of `register_gradients_hook` now, before the gradients change.
         """
-        record = self._iteration.records.get(optimizer)
+        record = self._iteration.records.get(id(optimizer))
         if record is None:
             record = self._new_record(optimizer)
         if isinstance(record.state, (Stepped, Skipped)):
@@ -341,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         if self._iteration.unseen:
             self._adopt_unseen(record)
-        self._iteration.records[optimizer] = record
+        self._iteration.records[id(optimizer)] = record
         if self._agreement is not None:
             self._agreement.watch(optimizer)
         return record
@@ -528,7 +528,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             # Callers decide by the flags, so they are made the same on all ranks.
             self._agree("_found_inf_per_device")
-        record = self._iteration.records.get(optimizer)
+        record = self._iteration.records.get(id(optimizer))
         return {} if record is None else record.found_inf_per_device
 
     @property
@@ -788,7 +788,7 @@ class GradScaler(torch.amp.GradScaler):
         if closure is not None:
             returned = self._step_with_closure(record, closure, args, kwargs)
             # Evaluations have replaced the record, and a closure may even have called update().
-            record = self._iteration.records.get(optimizer) or self._new_record(optimizer)
+            record = self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
         elif record.takes_scaler:
             hint = (
                 "step(grad_scaler=...) is deprecated: read the tensors grad_scale and found_inf that GradScaler sets "
@@ -812,7 +812,10 @@ class GradScaler(torch.amp.GradScaler):
         return returned
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        record: OptimizerRecord = optimizer_state
+        # A `step` written for torch's class gives the state from `_per_optimizer_states`.
+        record = self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
+        if optimizer_state is not record:
+            record.found_inf_per_device = optimizer_state["found_inf_per_device"]
         if self._decide_skip(record):
             return None
         return optimizer.step(*args, **kwargs)
@@ -878,7 +881,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._scale is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
-        scale, record = self._made_scale(), self._iteration.records.get(optimizer) or self._new_record(optimizer)
+        scale, record = self._made_scale(), self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
         if self._replaces_unscaling():
             # A factor of 1, as in torch: only checks them.
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
@@ -944,7 +947,7 @@ class GradScaler(torch.amp.GradScaler):
         except closures.NonFiniteEvaluationError:
             return None
         except BaseException:
-            self._iteration.records.pop(optimizer, None)  # nothing was stepped, and the closure owns the gradients
+            self._iteration.records.pop(id(optimizer), None)  # nothing was stepped, and the closure owns the gradients
             raise
 
     def _evaluate(self, record: OptimizerRecord, closure: Callable[[], Any], *, allow_fp16: bool) -> Any:
@@ -960,7 +963,7 @@ class GradScaler(torch.amp.GradScaler):
         written, new = before.changed(grads)  # these are scaled, however the closure computes them
         shared.forget([params[index] for index in (*written, *new)])
         # A later backward in the closure may have replaced the record after clipping.
-        record = self._iteration.records.get(optimizer, record)
+        record = self._iteration.records.get(id(optimizer), record)
         scale, _ = self._check_scale_growth_tracker("step")
         if self._gradients_hooks:
             self._show_gradients(record)
