@@ -293,6 +293,14 @@ def test_flags_are_bools_before_anything_is_entered(name: str, flag: object) -> 
         autocast("cpu", **{name: flag})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [FP32, torch.float64])
+def test_a_flag_that_is_true_but_no_bool_is_taken_where_the_region_is_disabled_anyway(dtype: torch.dtype) -> None:
+    expected = warned(torch.autocast, "cpu", dtype, 1)
+    assert warned(autocast, "cpu", dtype, 1) == expected
+    assert expected[0] is False
+    assert len(expected[3]) == 1
+
+
 @pytest.mark.parametrize("dtype", [FP32, torch.float64, torch.int32, torch.complex64, BF16, FP16, None])
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu", "mps", "hpu"])

@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import re
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -1074,6 +1075,15 @@ def test_what_is_no_optimizer_is_named(given: Any) -> None:
     scaler, _, _ = ready()
     with pytest.raises(TypeError, match=f"expected an optimizer with param_groups, got {type(given).__name__}"):
         scaler.step(given)
+
+
+@pytest.mark.parametrize("call", ["step", "unscale_"])
+def test_a_parameter_that_is_no_tensor_is_torchs_assertion(call: str) -> None:
+    scaler, _, _ = ready()
+    groups: Any = types.SimpleNamespace(param_groups=[{"params": [3]}], step=lambda: None)
+    with pytest.raises(AssertionError, match=r"^expected param to be torch\.Tensor, got int: ") as caught:
+        getattr(scaler, call)(groups)
+    assert isinstance(caught.value, TypeError)
 
 
 def _write_stage(scaler: Any, key: int, stage: OptState) -> None:

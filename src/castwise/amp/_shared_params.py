@@ -31,6 +31,8 @@ class SharedParams:
         """Find which parameters of a new optimizer belong to known ones too, and watch all the others for now."""
         known = {param for others in of_others for param in others}
         for param in params:
+            if not isinstance(param, torch.Tensor):
+                continue  # is refused when gradients are collected
             if param in self._shared or not (param.requires_grad and param.is_leaf):
                 continue
             if param in known:
