@@ -88,18 +88,16 @@ def _dtypes_of_backend(device_type: str) -> Iterable[torch.dtype]:
 
 
 def device_type(device: Any) -> Any:
-    """Return the type of a `torch.device` or of a device given by name; raise a ValueError if torch does not know it.
+    """Return the type of a `torch.device` or of a device given by name.
 
-    Other objects are returned unchanged, because torch's scaler accepts them. They equal no device type.
+    Other objects and names are returned unchanged, because torch's scaler accepts them. They equal no device type.
     """
     if not isinstance(device, (str, torch.device)):
         return device
     try:
         return torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(
-            f"device must be a device type that torch knows, such as 'cuda' or 'cpu', got {device!r}"
-        ) from error
+    except RuntimeError:
+        return device
 
 
 @functools.cache

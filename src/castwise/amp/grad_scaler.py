@@ -117,8 +117,7 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, torch does not know the device, or a schedule is given together
-            with one of the four numbers.
+        ValueError: An argument is out of its range, or a schedule is given together with one of the four numbers.
 
     Warns:
         UserWarning: CUDA is requested but not available.

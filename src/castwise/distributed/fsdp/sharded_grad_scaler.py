@@ -72,7 +72,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument is out of its range, or torch does not know the device.
+        ValueError: An argument is out of its range.
         RuntimeError: In a step or clipping, on all ranks, if they no longer use their scalers in the same way, or one
             of them cannot be reached. No rank has stepped then.
     """
