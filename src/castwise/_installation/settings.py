@@ -141,7 +141,7 @@ def _derived(base: Any, namespace: dict[str, Any], *more: type[Any]) -> Any:
 
 
 def _unpickled(base: Any) -> Any:
-    """Return an object of the class that torch's name has now, which may be in the place of `base`."""
+    """Return an object of the class that torch's name has now, which may be derived from `base`."""
     torchs = getattr(sys.modules.get("torch" + base.__module__.removeprefix("castwise")), base.__name__, base)
     cls = torchs if issubclass(torchs, base) else base
     return cls.__new__(cls)
