@@ -284,8 +284,7 @@ def test_dragging_over_the_steps_zooms_and_links_to_sections_stay_in_sight(brows
     browser.wait_for("getComputedStyle(document.body).backgroundColor !== 'rgb(246, 247, 249)'")
     zoomed = browser.run(range_)
     assert 0 < zoomed[1] - zoomed[0] < (whole[1] - whole[0]) / 2, "also after a change of the theme"
-    ActionChains(browser.driver).double_click(plot).perform()
-    browser.wait_for(f"{range_}[0] < {whole[0]} + 1")
+    browser.repeat_until(f"{range_}[0] < {whole[0]} + 1", ActionChains(browser.driver).double_click(plot).perform)
     browser.driver.execute_script("document.getElementById('settings').scrollIntoView({behavior: 'instant'})")
     assert browser.run("document.querySelector('nav').getBoundingClientRect().top") == 0
     below = (
