@@ -75,6 +75,13 @@ def test_a_batch_in_two_halves_is_the_same_function() -> None:
     assert found.kind == "same", found
 
 
+def test_a_bug_in_the_loss_of_micro_batches_is_named_so() -> None:
+    """The loss differs before the first backward, although the loss of the whole batch is known after the last."""
+    golden = record(program(halves=True), 2)
+    result = check(program(halves=True, loss_bug=0.01), golden)
+    assert (result.kind, result.where) == ("different", "loss")
+
+
 def test_a_value_of_the_program_decides() -> None:
     golden = record(lambda probe: train(logits=probe), steps=2)
     assert check(lambda probe: train(logits=probe), golden).kind == "identical"

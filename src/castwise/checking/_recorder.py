@@ -307,7 +307,7 @@ class Recorder:
                     norm = abs(total) if loss.numel() == 1 else math.hypot(before.norm, sketch.norm)
                     sketch = Sketch(buckets, norm, total)
                 self.measurement.probes[key] = sketch
-                self._places[key] = next(self._place)
+                self._places.setdefault(key, next(self._place))  # that of the first micro-batch
 
     def _put(self, kind: Kind, name: str, tensors: list[torch.Tensor]) -> None:
         call = self._next_call(kind, name)
