@@ -1,0 +1,162 @@
+"""Check changed training programs against recordings of the programs as they were, and count the right answers.
+
+    python -m benchmarks.checked_changes             # every program in every dtype
+    python -m benchmarks.checked_changes gpt-float32 # some of them; prints each wrong answer and writes nothing
+
+The programs, and rewrites, losses of precision and bugs of each, are in benchmarks/changes. The table compares
+`castwise check` with two usual tests: final weights, and losses, within a tolerance. Their tolerance is the smallest at
+which no rewrite of that program in that dtype is called wrong, which nobody knows in advance. Writes
+benchmarks/results/checked_changes-cpu.json and the table in benchmarks/README.md. Takes about half an hour.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import recording
+from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
+from castwise.checking import CheckResult, Golden, check, record
+
+FOLDER = Path(__file__).parent / "changes"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+STEPS = 3
+COLUMNS = {
+    "rewrites": "rewrites called the same",
+    "bugs": "bugs called different",
+    "named": "of these, named",
+    "losses_of_precision": "losses of precision found",
+    "by_weights": "bugs beyond every rewrite's weights",
+    "by_losses": "bugs beyond every rewrite's losses",
+}
+Run = tuple[dict[str, torch.Tensor], list[float]]
+"""What a program computes: its weights by name, and its losses."""
+
+
+def main() -> None:
+    """Check what is asked for, and write the table of all."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    every = [f"{program}-{dtype}" for program in SAME for dtype in DTYPES]
+    chosen = sys.argv[1:] or every
+    if unknown := set(chosen) - set(every):
+        sys.exit(f"choose from {', '.join(every)}, not {', '.join(sorted(unknown))}")
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = dict(zip(chosen, pool.map(checked, chosen, chunksize=1), strict=True))
+    if chosen == every:
+        about = {"machine": recording.machine(), "all": summed(found), "programs": found}
+        recording.write("checked_changes-cpu", about, table(about))
+        print(table(about))
+
+
+def checked(pair: str) -> dict[str, Any]:
+    """Check all changes of a program in one dtype, such as "gpt-float32"."""
+    program, dtype = pair.split("-")
+    source = (FOLDER / f"{program}.py").read_text()
+    train = compiled(source, DTYPES[dtype])
+    golden, before = record(train, STEPS), run(train)
+    kinds = {"same": SAME, "less accurate": LESS_ACCURATE, "wrong": WRONG}
+    answers = {}
+    for kind, edits in kinds.items():
+        answers[kind] = [answer(changed(source, edit), DTYPES[dtype], golden, before, edit) for edit in edits[program]]
+        for edit, one in zip(edits[program], answers[kind], strict=True):
+            if not is_right(kind, one) or (kind == "wrong" and not one["is_named"]):
+                print(f"{program}, {dtype}, {kind}: {edit.new.strip()!r}: {one['verdict']}", flush=True)
+    return answers
+
+
+def changed(source: str, edit: Edit) -> str:
+    """Return a program with a change."""
+    if source.count(edit.old) != 1:
+        raise ValueError(f"{edit.old!r} must occur once in the program, not {source.count(edit.old)} times")
+    return source.replace(edit.old, edit.new)
+
+
+def compiled(source: str, dtype: torch.dtype) -> Callable[[Any], Any]:
+    """Return the function `train` of a program."""
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(source, "program", "exec"), names)
+    names["DTYPE"] = dtype
+    train: Callable[[Any], Any] = names["train"]
+    return train
+
+
+def run(train: Callable[[Any], Any]) -> Run:
+    """Run a program as it is."""
+    model, losses = train(lambda name, tensor: None)
+    return {name: param.detach() for name, param in model.named_parameters()}, losses
+
+
+def answer(source: str, dtype: torch.dtype, golden: Golden, before: Run, edit: Edit) -> dict[str, Any]:
+    """Return what the check says of a program, and how far its weights and losses are from those before the change."""
+    train = compiled(source, dtype)
+    result: CheckResult = check(train, golden)
+    return {
+        "kind": result.kind,
+        "verdict": result.verdict,
+        "is_named": edit.place in (result.where or ""),
+        "weights": farthest(before[0], weights := run(train)[0]),
+        "losses": farthest(*({"": torch.tensor(losses)} for losses in (before[1], run(train)[1]))),
+        "is_close": [*before[0]] == [*weights] and all(map(torch.allclose, before[0].values(), weights.values())),
+    }
+
+
+def farthest(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of an element, relative to the largest element of its tensor."""
+    if sorted(map(unwrapped, before)) != sorted(map(unwrapped, now)):
+        return sys.float_info.max
+    pairs = [(one, now[name] if name in now else now[f"_orig_mod.{name}"]) for name, one in before.items()]
+    if any(one.shape != other.shape for one, other in pairs):
+        return sys.float_info.max
+    return max(float((one - other).abs().max() / one.abs().max().clamp(min=1e-12)) for one, other in pairs)
+
+
+def unwrapped(name: str) -> str:
+    """Return a parameter's name without the wrapper of `torch.compile`."""
+    return name.removeprefix("_orig_mod.")
+
+
+def is_right(kind: str, one: dict[str, Any]) -> bool:
+    """Return True if the answer fits the kind of change."""
+    right = {"same": {"identical", "same"}, "less accurate": {"less accurate"}, "wrong": {"different"}}
+    return one["kind"] in right[kind]
+
+
+def table(about: dict[str, Any]) -> str:
+    """Return a row for each program and dtype, and one for all."""
+    rows = [f"| program, dtype | {' | '.join(COLUMNS.values())} |", f"|{'---|' * 7}"]
+    counts = {pair.replace("-", ", "): counted(answers) for pair, answers in about["programs"].items()}
+    for name, of_row in (counts | {"all": about["all"]}).items():
+        rows.append(f"| {name} | {' | '.join('{right} of {of}'.format(**of_row[column]) for column in COLUMNS)} |")
+    return "\n".join([recording.headline(about["machine"]), "", *rows])
+
+
+def counted(answers: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Return for each column of the table how many of how many."""
+    same, less, wrong = (answers[kind] for kind in ("same", "less accurate", "wrong"))
+    found = [one for one in wrong if is_right("wrong", one)]
+    of_column = {
+        "rewrites": [is_right("same", one) for one in same],
+        "bugs": [is_right("wrong", one) for one in wrong],
+        "named": [one["is_named"] for one in found],
+        "losses_of_precision": [is_right("less accurate", one) for one in less],
+        "by_weights": [one["weights"] > max(other["weights"] for other in same) for one in wrong],
+        "by_losses": [one["losses"] > max(other["losses"] for other in same) for one in wrong],
+    }
+    return {column: {"right": sum(right), "of": len(right)} for column, right in of_column.items()}
+
+
+def summed(programs: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Return the counts of all programs together."""
+    counts = [counted(answers) for answers in programs.values()]
+    return {column: {key: sum(one[column][key] for one in counts) for key in ("right", "of")} for column in COLUMNS}
+
+
+if __name__ == "__main__":
+    main()

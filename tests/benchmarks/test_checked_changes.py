@@ -1,0 +1,46 @@
+"""Changed programs that `castwise check` is tried on: each change is one, and answers are counted as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
+
+from benchmarks import checked_changes
+from castwise.checking import record
+
+KINDS = {"same": SAME, "less accurate": LESS_ACCURATE, "wrong": WRONG}
+
+
+@pytest.mark.parametrize("program", SAME)
+def test_each_change_is_a_program_of_its_own(program: str) -> None:
+    source = (checked_changes.FOLDER / f"{program}.py").read_text()
+    changed = [checked_changes.changed(source, edit) for kind in KINDS.values() for edit in kind[program]]
+    assert len({source, *changed}) == len(changed) + 1
+    for text in changed:
+        compile(text, program, "exec")
+
+
+def test_text_that_does_not_occur_once_is_refused() -> None:
+    for text, times in (("one two", 0), ("one", 2)):
+        with pytest.raises(ValueError, match=f"must occur once in the program, not {times} times"):
+            checked_changes.changed("one one", Edit(text, ""))
+
+
+def test_answers_are_those_of_the_check_and_how_far_weights_and_losses_are() -> None:
+    source = (checked_changes.FOLDER / "experts.py").read_text()
+    train = checked_changes.compiled(source, torch.float32)
+    golden, before = record(train, checked_changes.STEPS), checked_changes.run(train)
+    answers = {}
+    for kind, edits in KINDS.items():
+        edit = edits["experts"][0]
+        one = checked_changes.answer(checked_changes.changed(source, edit), torch.float32, golden, before, edit)
+        assert checked_changes.is_right(kind, one), one["verdict"]
+        answers[kind] = [one]
+    assert answers["same"][0]["weights"] < answers["wrong"][0]["weights"]
+    counts = checked_changes.counted(answers)
+    assert counts == {column: {"right": 1, "of": 1} for column in checked_changes.COLUMNS}
+    lost = [{**answers["same"][0], "kind": "different"}]
+    assert checked_changes.counted(answers | {"same": lost})["rewrites"] == {"right": 0, "of": 1}
+    both = checked_changes.summed({"one": answers, "other": answers | {"same": lost}})
+    assert (both["rewrites"], both["bugs"]) == ({"right": 1, "of": 2}, {"right": 2, "of": 2})
