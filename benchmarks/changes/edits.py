@@ -361,7 +361,7 @@ LESS_ACCURATE: dict[str, list[Edit]] = {
         Edit("gates.float().chunk(4, -1)", "gates.bfloat16().chunk(4, -1)", "cell"),
         Edit(
             "states.append(hidden)",
-            "hidden, memory = hidden.half(), memory.bfloat16().float()\n            states.append(hidden)",
+            "hidden, memory = hidden.half().float(), memory.bfloat16().float()\n            states.append(hidden)",
             "",
         ),
         Edit(
@@ -556,7 +556,7 @@ WRONG: dict[str, list[Edit]] = {
             "initial",
         ),
         Edit("scores.masked_fill(~is_real, -1e9)", "scores.masked_fill(~is_real, -5.0)", "pooling"),
-        Edit("scores.masked_fill(~is_real, -1e9)", "scores * is_real", "pooling"),
+        Edit("scores.masked_fill(~is_real, -1e9)", "(scores * is_real)", "pooling"),
         Edit("(weights.unsqueeze(-1) * states).sum(1)", "(weights.unsqueeze(-1) * states).mean(1)", "pooling"),
         Edit("padding_idx=0)", "padding_idx=1)", "initial"),
         Edit("symbols != 0)", "symbols >= 0)", "the model"),
