@@ -65,7 +65,7 @@ versions:
 pythons:
 	$(PYTHON) benchmarks/torch_versions.py --pythons
 
-# Takes about half an hour on two cores. Use an idle machine.
+# Takes over an hour on two cores. Use an idle machine.
 bench: .venv/.ready
 	$(BIN)/python -m benchmarks --full --out benchmarks/results
 	$(BIN)/python -m benchmarks.doctor

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from threading import get_ident
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -99,7 +99,7 @@ def _find(module: str, name: str, otherwise: Any = None) -> Any:
 
 
 @functools.cache
-def _is_off(name: str, without: str) -> None:
+def _warn_off(name: str, without: str) -> None:
     """Warn once that torch lacks a name, and of what goes without it."""
     warn(f"torch {torch.__version__} has no {name}: {without}", UserWarning)
 
@@ -259,10 +259,8 @@ def scripted_as(instead: type) -> Callable[[_Class], _Class]:
 def _graph_traced() -> Any:
     """Return what Dynamo is tracing into a graph, or None if torch lacks the name."""
     translator = _find("torch._dynamo.symbolic_convert", "InstructionTranslator")
-    return getattr(translator, "current_tx", lambda: _NO_TRACE)().output
-
-
-_NO_TRACE = SimpleNamespace(output=None)
+    current = getattr(translator, "current_tx", None)
+    return None if current is None else current().output
 
 
 def after_tracing(function: Callable[[], None]) -> None:
@@ -270,7 +268,7 @@ def after_tracing(function: Callable[[], None]) -> None:
     register = getattr(_graph_traced(), "add_cleanup_hook", None)
     if register is None:
         name = "torch._dynamo's current_tx or add_cleanup_hook"
-        _is_off(name, "a region in compiled code is not undone if tracing stops inside it")
+        _warn_off(name, "a region in compiled code is not undone if tracing stops inside it")
     else:
         register(function)
 
@@ -436,7 +434,7 @@ children_in: Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]] = op
 def convert_tensors(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Convert a module's tensors and their gradients in place, as `nn.Module.to` does.
 
-    FSDP2 overrides torch's method to take note of new tensors. Without it, nothing is converted.
+    Without it, nothing is converted. FSDP2 overrides it to take note of new tensors.
     """
     if hasattr(module, "_apply"):
         module._apply(function)  # type: ignore[no-untyped-call]  # torch's
@@ -516,7 +514,7 @@ def _exporting_mode() -> Any:
         return None
     recorder = getattr(proxy_tensor, "PreDispatchTorchFunctionMode", None)
     if recorder is None:
-        _is_off("PreDispatchTorchFunctionMode", "exported programs run without the regions of castwise")
+        _warn_off("PreDispatchTorchFunctionMode", "exported programs run without the regions of castwise")
         return None
     return next((mode for mode in function_modes() if isinstance(mode, recorder)), None)
 
@@ -622,7 +620,7 @@ def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
     level = getattr(torch.DispatchKey, "ADInplaceOrView", None)
     if level is None:
         name = "torch.DispatchKey.ADInplaceOrView"
-        _is_off(name, "call WeightCache.invalidate() after collectives that write to the `.data` of weights")
+        _warn_off(name, "call WeightCache.invalidate() after collectives that write to the `.data` of weights")
         return
 
     def kernel(op: Any, keys: Any, written: Any, *args: Any, **kwargs: Any) -> Any:

@@ -62,7 +62,7 @@ class Settings:
         if not isinstance(new, type):
             return new
         for base, derived in self._instead.items():
-            if issubclass(new, base):  # of torch's classes, too, those of a device are derived from the others
+            if issubclass(new, base):  # as with torch, classes for one device are derived from those for all
                 return derived if new is base else _derived(new, {}, derived)
         return new
 

@@ -61,7 +61,7 @@ class KnownOptimizers:
         if info is None or info.optimizer() is not optimizer:
             self._infos = {key: known for key, known in self._infos.items() if known.optimizer() is not None}
             if is_scaled:
-                others = (known.optimizer() for known in self._infos.values())
+                others = [other for known in self._infos.values() if (other := known.optimizer()) is not None]
                 self.shared.add(params_of(optimizer), map(params_of, others))
             info = self._infos[id(optimizer)] = OptimizerInfo(optimizer, self._count, self.shared)
             self._count += 1

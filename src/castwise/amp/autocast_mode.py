@@ -188,11 +188,10 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         self.fast_dtype = get_autocast_dtype(device_type) if dtype is None else dtype
         if not isinstance(self.fast_dtype, torch.dtype):
             raise _no_dtype(device_type, dtype)
-        # Flags are checked here, because torch's setters would reject them in a region that is half entered.
-        is_bool = enabled is True or enabled is False
-        if not is_bool and (
-            not enabled or can_autocast_to(device_type, self.fast_dtype)
-        ):  # else it is off, as in torch
+        is_on = bool(enabled) and can_autocast_to(device_type, self.fast_dtype)
+        # Flags are checked here, because torch's setters would reject them in a region that is half entered. As in
+        # torch, a region that is disabled for another reason takes any true flag.
+        if enabled is not True and enabled is not False and (is_on or not enabled):
             raise _no_flag(device_type, enabled)
         if cache_enabled is None:
             cache_enabled = is_autocast_cache_enabled()
@@ -201,7 +200,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if weight_cache is not None and not hasattr(weight_cache, "invalidate"):
             raise TypeError(f"weight_cache must be a castwise.WeightCache or None, got {type(weight_cache).__name__}")
         self._caches = cache_enabled
-        self._enabled = is_bool and enabled and can_autocast_to(device_type, self.fast_dtype)
+        self._enabled = is_on
         if policy is not None or weight_cache is not None:
             self._extend(policy, weight_cache)
         if device_type == "cpu" and (self._enabled or self._policy is not None):

@@ -811,9 +811,9 @@ class GradScaler(torch.amp.GradScaler):
         return returned
 
     def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
-        # A `step` written for torch's class gives the state from `_per_optimizer_states`.
-        record = self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
-        if optimizer_state is not record:
+        record = optimizer_state
+        if type(record) is not OptimizerRecord:  # from a `step` written for torch's class
+            record = self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
             record.found_inf_per_device = optimizer_state["found_inf_per_device"]
         if self._decide_skip(record):
             return None

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.ranks import run
-from tests.thorough import THOROUGH
 from torch.distributed import checkpoint
 
 import castwise
@@ -47,7 +46,6 @@ def cases_of(splits: list[str]) -> list[tuple[str, str, str, str]]:
 
 
 CASES, CASES_OF_FOUR = cases_of(SPLITS), cases_of(SPLITS_OF_FOUR)
-CASES_OF_TORCH = [case for case in CASES if case[0] in ("DDP", "FSDP1", "FSDP2")]
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +121,7 @@ def test_stages_of_a_pipeline_train_as_in_one_process(world_size: int, tmp_path:
             assert split["weights"][str(rank)] == pytest.approx(alone["weights"][str(rank)], rel=1e-5), case
 
 
-@pytest.mark.parametrize("kind", ["for-loop", "fused"])  # the scaler does the same for steps by for-loop and foreach
+@pytest.mark.parametrize("kind", KINDS)
 def test_when_a_rank_dies_the_others_raise_and_have_not_stepped(kind: str, tmp_path: Path) -> None:
     survivor, dead = run(WORKER, 2, tmp_path / "store", f"death {kind}")
     assert dead is None
@@ -134,10 +132,10 @@ def test_when_a_rank_dies_the_others_raise_and_have_not_stepped(kind: str, tmp_p
     assert not survivor["stepped"]
 
 
-def test_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
+def test_fifty_random_steps_are_those_of_torchs_class_where_it_is_right(tmp_path: Path) -> None:
     for rank in run(WORKER, 2, tmp_path / "store", "lockstep"):
         assert {case: result["difference"] for case, result in rank.items()} == dict.fromkeys(rank)
-        assert all(result["skipped"] > (7 if THOROUGH else 3) for result in rank.values())
+        assert all(result["skipped"] > 7 for result in rank.values())
 
 
 def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path: Path) -> None:
@@ -162,12 +160,12 @@ def test_the_faults_are_met(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_torchs_own_class_lets_ranks_disagree(ranks: list[dict[str, Any]]) -> None:
-    wrong = [case for case in CASES_OF_TORCH if differences(ranks, "torch", case)]
+    wrong = [case for case in CASES if differences(ranks, "torch", case)]
     fused_with_a_fault_on_one_rank = [
         (split, "fused", "no clip", "inf in a gradient of rank 0") for split in ("DDP", "FSDP1")
     ]
     assert set(fused_with_a_fault_on_one_rank) <= set(wrong)
-    assert len(wrong) > 8
+    assert len(wrong) > 30
     assert ("FSDP2", "foreach", "no clip", "inf in a gradient of rank 0") not in wrong
 
 
