@@ -40,6 +40,8 @@ SMALL = (
     "tests/amp/test_torch_is_wrong.py",
     "tests/amp/test_autocast_compile.py",
     "tests/amp/test_grad_scaler_compile.py",
+    "tests/amp/test_torch_words.py",  # messages and deprecations, which programs match
+    "tests/cuda/amp/test_deprecated.py",
     "tests/distributed/fsdp/test_sharded_grad_scaler.py",
     "tests/master_weights/test_master_weights.py",
     "tests/doctor/test_notes.py",

@@ -254,6 +254,45 @@ def test_a_region_cannot_be_left_before_it_was_entered() -> None:
     assert state() == before
 
 
+def test_a_region_that_is_exited_twice_is_refused_because_casts_would_never_be_dropped_again() -> None:
+    def exit_twice(region: Any) -> float:
+        with region:
+            pass
+        region.__exit__(None, None, None)
+        return output_after_zeroing()
+
+    def output_after_zeroing() -> float:
+        weight = torch.ones(2, 2, requires_grad=True)
+        with torch.autocast("cpu"):
+            torch.ones(2, 2) @ weight
+        with torch.no_grad():
+            weight.zero_()
+        with torch.autocast("cpu"):
+            return float((torch.ones(2, 2) @ weight).sum().detach())
+
+    assert exit_twice(torch.autocast("cpu")) == 8.0, "torch is right now"
+    torch.autocast_increment_nesting()
+    torch.clear_autocast_cache()
+    with pytest.raises(RuntimeError, match=r"^this autocast region was exited without being entered$"):
+        exit_twice(autocast("cpu"))
+    assert output_after_zeroing() == 0.0
+
+
+def test_every_setting_of_a_region_can_be_changed_until_it_is_entered_as_in_torch() -> None:
+    def changed(region: Any) -> Any:
+        region.fast_dtype, region._enabled, region._cache_enabled = FP16, False, False
+        with region:
+            return state()
+
+    assert changed(autocast("cpu")) == changed(torch.autocast("cpu"))
+    region = autocast("cpu")
+    with pytest.raises(TypeError, match="cache_enabled must be a bool or None, got 3"):
+        region._cache_enabled = 3
+    assert region._cache_enabled is True
+    with region:
+        assert not any(hasattr(region, name) for name in ("prev", "prev_fastdtype", "prev_cache_enabled"))
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 BAD = [

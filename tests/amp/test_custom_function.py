@@ -481,6 +481,13 @@ def test_a_function_may_take_nothing() -> None:
     assert castwise.amp.custom_fwd(lambda: 3, device_type="cpu")() == 3
 
 
+@pytest.mark.parametrize("function", [torch.add, max])
+def test_a_builtin_that_shows_no_parameters_is_decorated_as_torch_does(function: Any) -> None:
+    ours, torchs = (library.custom_fwd(function, device_type=CPU) for library in (castwise, torch.amp))
+    arguments = torch.ones(1), torch.zeros(1)
+    assert torch.equal(ours(*arguments), torchs(*arguments))
+
+
 def test_tensors_that_are_keys_are_cast_too() -> None:
     for cast in (_cast, torch.amp.autocast_mode._cast):
         ((key, value),) = cast({torch.ones(1): torch.ones(1)}, CPU, FP16).items()

@@ -227,7 +227,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
             self._extensions += (of_policy,)
 
     @property
-    def _cache_enabled(self) -> bool:  # type: ignore[override]  # torch's is an attribute
+    def _cache_enabled(self) -> bool:  # torch's is an attribute
         """The setting, for Dynamo when it enters a region created outside the compiled function, and for extensions.
 
         Dynamo reads only this and three more attributes, so it would ignore the policy. Extensions read it while the
@@ -239,6 +239,12 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
                 "create the region inside the function, or enter it outside"
             )
         return self._caches
+
+    @_cache_enabled.setter
+    def _cache_enabled(self, value: bool) -> None:
+        if value is not True and value is not False:
+            raise _no_cache_flag(value)
+        self._caches = value
 
     @only_inlined
     def __enter__(self) -> Self:
@@ -476,7 +482,7 @@ def custom_fwd(
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     separate = SeparateContexts(device_type, cast_inputs)
-    takes_ctx = next(iter(inspect.signature(fwd).parameters), None) == "ctx"
+    takes_ctx = _first_parameter(fwd) == "ctx"
 
     @run_while_tracing
     def find_setup_context() -> None:
@@ -494,6 +500,13 @@ def custom_fwd(
             return fwd(*_cast(args, device_type, cast_inputs), **_cast(kwargs, device_type, cast_inputs))
 
     return decorate_fwd
+
+
+def _first_parameter(function: Callable[..., Any]) -> str | None:
+    try:
+        return next(iter(inspect.signature(function).parameters), None)
+    except (TypeError, ValueError):  # a builtin such as torch.add shows none; as in torch, only a call refuses the rest
+        return None
 
 
 def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
