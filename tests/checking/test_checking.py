@@ -93,6 +93,31 @@ def test_a_value_of_the_program_decides() -> None:
     assert (found.kind, found.where) == ("different", "value logits")
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_value_after_the_last_step_decides(steps: int) -> None:
+    """The model is evaluated after each step, and two steps are recorded of a program that takes two or more."""
+    ends = []
+
+    def trained(probe: Any, factor: float = 1.0) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                probe("evaluation", (1.0 if step == 0 else factor) * model(torch.ones(1, 3)))
+        ends.append(step)
+
+    golden = record(trained, 2)
+    assert [key.step for key in golden.probes if key.kind == "value"] == [1, 2]
+    assert check(trained, golden).kind == "identical"
+    assert bool(ends) is (steps == 2)
+    found = check(functools.partial(trained, factor=2.0), golden)
+    assert (found.where, found.verdict) == ("value evaluation", "different function: value evaluation, after step 2")
+
+
 def test_modules_that_write_to_their_buffers_can_run_again() -> None:
     """The backward of a batch normalization refuses statistics that were written to since its forward."""
 

@@ -59,7 +59,8 @@ def record(
 
     Args:
         train: A function of no argument, or of a probe. It builds model, optimizer and data, all from fixed seeds, and
-            trains. `probe(name, tensor)` records a value of its own.
+            trains. `probe(name, tensor)` records a value of its own. A function of a probe runs on after the last
+            step until its next backward, so that it can probe what the trained model returns.
         steps: Steps of each optimizer until the program is ended, at least 1.
         apart: Whether each run is a process of its own, for programs that change state outside themselves. On Linux,
             castwise's own process must then not have computed anything on an accelerator.
@@ -238,10 +239,12 @@ def _different(
         text = f"cannot tell: two runs of the program differ in float64, by up to {worst:.1e}; fix its seeds"
         return CheckResult("cannot tell", text, notes=notes, **facts)
     place, step = compared.place()
+    last = compared.golden.steps
+    when = f"after step {last}" if step > last > 0 else f"step {step}"
     if place == "optimizer" and settings:
         text, notes = f"optimizer, {settings[0]}", notes + tuple(f"also: {each}" for each in settings[1:])
     else:
-        text, notes = f"{place}, step {step}", notes + tuple(settings)
+        text, notes = f"{place}, {when}", notes + tuple(settings)
     return CheckResult("different", f"different function: {text}", place, notes=notes, **facts)
 
 

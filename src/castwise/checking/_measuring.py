@@ -73,8 +73,10 @@ def measure(train: Train, plan: Plan) -> Measurement:
             for param in params:
                 param.copy_(rounding.moved(param))
 
+    takes_probe = _takes_probe(train)
     recorder = Recorder(
         plan.steps,
+        ends_late=takes_probe,
         watches_modules=is_exact,
         reruns=plan.way in ("local", "rounded"),
         after_step=None if rounding is None else move,
@@ -88,7 +90,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
         if rounding is not None:
             stack.enter_context(rounding)
         try:
-            train(*([recorder] if _takes_probe(train) else []))
+            train(*([recorder] if takes_probe else []))
         except SystemExit as exit_:
             if exit_.code not in (None, 0):
                 raise

@@ -83,6 +83,7 @@ class Recorder:
 
     Args:
         steps: The number of steps of each optimizer.
+        ends_late: Whether the program runs on after its last step, until its next backward.
         watches_modules: Whether to sketch inputs, outputs and gradients of modules.
         reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
         after_step: Called with the weights after each step.
@@ -92,12 +93,14 @@ class Recorder:
         self,
         steps: int,
         *,
+        ends_late: bool = False,
         watches_modules: bool = False,
         reruns: bool = False,
         after_step: Callable[[list[torch.Tensor]], None] | None = None,
     ) -> None:
         self.measurement = Measurement()
-        self._steps, self._watches_modules, self._reruns, self._after_step = steps, watches_modules, reruns, after_step
+        self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
+        self._watches_modules, self._reruns = watches_modules, reruns
         self._names = Names()
         self._places: dict[ProbeKey, float] = {}
         self._place = itertools.count()
@@ -153,6 +156,8 @@ class Recorder:
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_backward_running():
+            if self._has_ended():
+                raise EndOfRun
             losses = [tensor for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)]
             self._add_loss(losses)
         return original(tensors, *args, **kwargs)
@@ -271,8 +276,13 @@ class Recorder:
         if self._counts[id(optimizer)] > self.measurement.steps:
             self.measurement.steps += 1
             self._calls.clear()
-        if all(self._counts.get(id(each), 0) >= self._steps for each in self._optimizers):
+        if self._has_ended() and not self._ends_late:
             raise EndOfRun
+
+    def _has_ended(self) -> bool:
+        """Return True if all optimizers have taken their last step."""
+        counts = [self._counts.get(id(optimizer), 0) for optimizer in self._optimizers]
+        return bool(counts) and min(counts) >= self._steps
 
     def _finish(self) -> None:
         if self._values:
