@@ -20,10 +20,12 @@ from castwise.amp._thread_state import THREAD
 from castwise.policy import _bound_policy as bound_policy
 from castwise.policy import _casting as casting
 from castwise.policy import _op_rules as op_rules
+from castwise.policy import _policy_state as policy_state
+from castwise.policy import _ruled_forward as ruled_forward
 from castwise.policy._casting import native_state_of
 
 X = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
-FILES = {module.__file__ for module in (bound_policy, op_rules, casting, _traced_region)}
+FILES = {module.__file__ for module in (bound_policy, ruled_forward, policy_state, op_rules, casting, _traced_region)}
 
 
 OF_MODES = {TorchFunctionMode.__enter__.__code__, TorchFunctionMode.__exit__.__code__}
@@ -142,7 +144,7 @@ def test_a_region_that_is_interrupted_while_its_policy_is_entered_is_not_entered
         assert THREAD.state.bound is outer
 
 
-@pytest.mark.parametrize("owner", [TorchFunctionMode, bound_policy])
+@pytest.mark.parametrize("owner", [TorchFunctionMode, ruled_forward])
 def test_a_context_that_fails_to_be_entered_leaves_nothing_behind(owner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(32, 32).bfloat16())
     bound = Policy(compute="bfloat16", modules={"0": "float32"}).bind(model)

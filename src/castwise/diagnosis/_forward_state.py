@@ -104,7 +104,7 @@ class RandomState:
 
 
 class _ActivePolicy(NamedTuple):
-    """What of `castwise.policy._bound_policy.State` a replay needs."""
+    """What of `castwise.policy._policy_state.State` a replay needs."""
 
     bound: BoundPolicy
     device: str

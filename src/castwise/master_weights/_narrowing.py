@@ -16,9 +16,10 @@ from torch import nn
 from castwise._patches import OPS, parts_of
 from castwise._torch_private import convert_tensors, is_fsdp_flattened
 from castwise._warnings import warn
-from castwise.policy._bound_policy import BoundPolicy, note_dtypes
+from castwise.policy._bound_policy import BoundPolicy
 from castwise.policy._module_rules import decide
 from castwise.policy._policy import Policy
+from castwise.policy._ruled_forward import note_dtypes
 
 
 class Rules(NamedTuple):

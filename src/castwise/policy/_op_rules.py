@@ -19,9 +19,9 @@ from castwise._suggestions import nearest
 from castwise._torch_private import function_modes, only_inlined, schema_of
 from castwise.amp._thread_state import THREAD
 from castwise.policy._casting import Casts, cast_floats, in_native_state
+from castwise.policy._policy_state import ActivePolicy
 
 if TYPE_CHECKING:
-    from castwise.policy._bound_policy import BoundPolicy
     from castwise.policy._policy import Policy
 
 _Function = Callable[..., Any]
@@ -209,7 +209,7 @@ def _flags_of(function: _Function) -> tuple[tuple[str, int], ...]:
 class OpRuleMode(TorchFunctionMode):
     """Applies a policy's op rules while the policy is active."""
 
-    def __init__(self, bound: BoundPolicy) -> None:
+    def __init__(self, bound: ActivePolicy) -> None:
         TorchFunctionMode.__init__(self)
         self.bound, self._rules = bound, bound.op_rules
 
@@ -245,19 +245,12 @@ class OpRuleMode(TorchFunctionMode):
 
 
 @only_inlined
-def innermost_mode(bound: BoundPolicy) -> OpRuleMode | None:
+def innermost_mode(bound: ActivePolicy) -> OpRuleMode | None:
     """Return the op-rule mode of a policy if it is the innermost mode, so that it can be exited for a while."""
     innermost = function_modes()[-1:]
     if not innermost or not isinstance(innermost[0], OpRuleMode) or innermost[0].bound is not bound:
         return None
     return innermost[0]
-
-
-@only_inlined
-def exit_if_entered(mode: TorchFunctionMode) -> None:
-    """Exit a mode if it was entered, which is not known after an interrupt."""
-    if mode in function_modes():
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
 
 
 @only_inlined
