@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from typing import Any
 
 import pytest
@@ -119,20 +121,39 @@ def test_a_value_after_the_last_step_decides(steps: int) -> None:
 
 
 def test_modules_that_write_to_their_buffers_can_run_again() -> None:
-    """The backward of a batch normalization refuses statistics that were written to since its forward."""
+    """The backward of a batch normalization refuses statistics that were written to since its forward.
+
+    A convolution refuses a bias of another dtype than its input.
+    """
 
     def program(eps: float = 1e-5) -> None:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4, eps))
+        model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4, eps))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
-            model(torch.rand(5, 3)).square().mean().backward()
+            model(torch.rand(5, 3, 2)).square().mean().backward()
             optimizer.step()
 
     golden = record(program, 2)
     assert golden.local.keys() == {"", "0", "1"}
     assert check(program, golden).kind == "identical"
     assert check(functools.partial(program, 1e-4), golden).where == "1, forward"
+
+
+def test_a_call_of_a_module_that_raises_is_left_out() -> None:
+    def program(factor: float = 1.0) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
+        with contextlib.suppress(RuntimeError):
+            model(torch.ones(2, 5))
+        (factor * model(torch.ones(2, 3))).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        golden = record(program, 1)
+    assert set(golden.callers.values()) == {None, ""}
+    assert check(functools.partial(program, 2.0), golden).where == "loss"
 
 
 def test_a_function_without_an_optimizer_is_checked_by_its_values() -> None:

@@ -37,6 +37,15 @@ def test_whatever_dtype_is_asked_for_is_float64(make: Callable[[], torch.Tensor]
     assert torch.ones(1).dtype == torch.float32
 
 
+@pytest.mark.parametrize("layer", [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d])
+def test_convolutions_of_another_dtype_than_their_input_are_float64(layer: type[torch.nn.Module]) -> None:
+    """A layer made before is float32, and so is a batch that a worker of a data loader sends."""
+    narrow, batch = layer(1, 1, 1), torch.ones(1, 1, *[1] * int(layer.__name__[4]))
+    with exact_arithmetic():
+        for module, x in ((narrow, batch.double()), (layer(1, 1, 1), batch)):
+            assert module(x).dtype == torch.float64
+
+
 @pytest.mark.parametrize("region", [torch.autocast, castwise.autocast])
 def test_a_region_does_not_round(region: Callable[..., torch.autocast]) -> None:
     with exact_arithmetic():

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from castwise._torch_private import TorchDispatchMode, schema_of, tree_map
 from castwise.tracing._op_by_op import call_op
@@ -29,6 +30,7 @@ WIDE = {
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
 _ATTENTION = "scaled_dot_product"
+_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
 
 
 class _Facts(NamedTuple):
@@ -165,13 +167,24 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 }
 
 
+class _WideConvolutions(TorchFunctionMode):
+    """Widens what convolutions read: they refuse a bias of another dtype than the input before `Promotion` is asked."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function."""
+        kwargs = kwargs or {}
+        if func in _CONVOLUTIONS:
+            args, kwargs = tree_map(widen, (args, kwargs))
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
     """Compute in float64 in the block: see `Promotion`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with Promotion():
+        with _WideConvolutions(), Promotion():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -191,7 +191,7 @@ class Recorder:
             if self._watches_modules and self._store(key, tensor, place):
                 self.measurement.callers[key] = caller
 
-    def _called(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _called(self, module: nn.Module, args: Any, *rest: Any) -> None:
         if self._is_off or is_backward_running() or not torch.is_grad_enabled() or not self._stack:
             return
         name = self._names.module(module)
@@ -200,6 +200,9 @@ class Recorder:
         if not self._stack:
             return
         _, call, place, (caller, state) = self._stack.pop()
+        if len(rest) < 2:  # the module raised: torch then leaves out the keyword arguments
+            return
+        kwargs, output = rest
         if state is not None:
             self._rerun(module, name, args, kwargs, output, state)
         if self._watches_modules:
