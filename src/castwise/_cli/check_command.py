@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class ScriptRun:
 
     def __call__(self) -> None:
         """Run it."""
+        gc.freeze()  # the script's models are looked for among all objects but those that castwise and torch made
         self.program().execute()
 
     def program(self) -> Program:
