@@ -76,8 +76,8 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if facts.name.partition("_")[2].startswith("fused_"):
             kwargs = {name: narrow(x) if name in ("grad_scale", "found_inf") else x for name, x in kwargs.items()}
         elif not facts.is_view:
-            args = tuple(x if i in facts.written else tree_map(widen, x) for i, x in enumerate(args))
-            kwargs = {name: x if name in facts.written_names else tree_map(widen, x) for name, x in kwargs.items()}
+            args = tuple(x if i in facts.written else _widen_all(x) for i, x in enumerate(args))
+            kwargs = {name: x if name in facts.written_names else _widen_all(x) for name, x in kwargs.items()}
         return call_op(func, args, kwargs)
 
     def _learn(self, func: Any) -> _Facts:
@@ -100,6 +100,11 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 def widen(value: Any) -> Any:
     """Return a tensor in float64 if it is of a narrower floating-point dtype; anything else as it is."""
     return value.to(WIDE[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in WIDE else value
+
+
+def _widen_all(value: Any) -> Any:
+    """Widen an argument of an op: a tensor, a list of them, or anything else."""
+    return tree_map(widen, value) if isinstance(value, (list, tuple)) else widen(value)
 
 
 def narrow(value: Any) -> Any:

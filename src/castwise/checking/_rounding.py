@@ -59,7 +59,9 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         rounds = self._rounds.get(func)
         if rounds is None:
             rounds = self._rounds[func] = _is_rounding(func)
-        return tree_map(self.moved, result) if rounds else result
+        if not rounds:
+            return result
+        return self.moved(result) if isinstance(result, torch.Tensor) else tree_map(self.moved, result)
 
     def moved(self, value: Any) -> Any:
         """Return a tensor with each element moved by up to one rounding; anything else as it is."""
