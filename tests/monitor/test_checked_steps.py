@@ -182,8 +182,8 @@ def test_a_batch_in_memory_that_the_script_uses_again_is_copied_from_the_next_st
 
 def test_the_norm_that_clips_is_enough_if_it_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    norm = step_check._norm
-    monkeypatch.setattr(step_check, "_norm", lambda gradients: read.append(1) or norm(gradients))
+    norms = step_check._norms
+    monkeypatch.setattr(step_check, "_norms", lambda gradients: read.append(1) or norms(gradients))
     model = gated()
     optimizer = SGD(model.parameters(), 0.01)
 

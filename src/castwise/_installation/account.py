@@ -113,7 +113,7 @@ class Account(Observer):
         self._names: list[str] = []
         self._rank: int | None = None
         self._pid = os.getpid()
-        self._seen: Counter[tuple[str, str]] = Counter()
+        self._seen: Counter[torch.dtype | tuple[str, str]] = Counter()  # regions by their dtype
         self._has_checked = self._follows_backward = self._follows_calls = False
         self._steps = 0
 
@@ -191,7 +191,7 @@ class Account(Observer):
     def seen(self) -> str:
         """Counts of observed events in words; empty if there were none."""
         counts = {**self._seen, _PROCESSES: _processes_started()}
-        return ", ".join(f"{count} {one if count == 1 else more}" for (one, more), count in counts.items() if count)
+        return ", ".join(f"{count} {_named(event, count)}" for event, count in counts.items() if count)
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -202,8 +202,7 @@ class Account(Observer):
             self._has_seen_a_region = True
             self._record_batches()
         if region._enabled:
-            dtype = str(region.fast_dtype).removeprefix("torch.")
-            self._seen[f"autocast region in {dtype}", f"autocast regions in {dtype}"] += 1
+            self._seen[region.fast_dtype] += 1
 
     @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
@@ -398,6 +397,14 @@ def _absolute(path: Path) -> Path:
         return path.absolute()
     except OSError:
         return path
+
+
+def _named(event: torch.dtype | tuple[str, str], count: int) -> str:
+    """Return what was counted in words."""
+    if isinstance(event, torch.dtype):
+        return f"autocast region{'' if count == 1 else 's'} in {str(event).removeprefix('torch.')}"
+    one, more = event
+    return one if count == 1 else more
 
 
 def _processes_started() -> int:

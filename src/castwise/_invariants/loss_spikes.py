@@ -34,6 +34,13 @@ def sigmas_above(value: float, usual: Sequence[float], floor: float) -> float:
     return (value - middle) / max(_SIGMA * median(abs(each - middle) for each in usual), floor)
 
 
+def _sigmas(value: float, usual: Sequence[float], floor: float, limit: float) -> float:
+    """Return the same, or 0.0 if there are too few values, or if it cannot be more than a limit."""
+    if len(usual) < WARM or value - median(usual) <= limit * floor:
+        return 0.0
+    return sigmas_above(value, usual, floor)
+
+
 @dataclass(frozen=True)
 class Spike:
     """A loss that has left its usual range.
@@ -160,7 +167,7 @@ class LossSpikes:
         if losses.pending is not None:
             yield self._after(losses.pending, value, losses, self._ruled_out(optimizer))
             losses.pending = None
-        sigmas = sigmas_above(value, losses.usual, _FLOORS[0]) if len(losses.usual) >= WARM else 0.0
+        sigmas = _sigmas(value, losses.usual, _FLOORS[0], LOSS_SIGMAS)
         if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
             if losses.flagged > WINDOW:  # no spike but another regime, which is learned afresh
                 losses.usual.clear()
@@ -188,12 +195,12 @@ class LossSpikes:
     def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Broken]:
         """Yield a note on a gradient norm far above the usual ones, without a spike; called after `step_known`."""
         losses = self._losses.get(optimizer)
-        if losses is None or norm is None or len(losses.norms) < WARM or not 0.0 < norm < math.inf:
+        if losses is None or norm is None or not 0.0 < norm < math.inf:
             return
         losses.quiet_norm -= 1
         if max(losses.quiet, losses.quiet_norm) > 0:
             return
-        sigmas = sigmas_above(math.log(norm), losses.norms, _FLOORS[1])
+        sigmas = _sigmas(math.log(norm), losses.norms, _FLOORS[1], NORM_SIGMAS)
         if sigmas > NORM_SIGMAS:
             losses.quiet_norm = QUIET
             usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"

@@ -56,6 +56,8 @@ class LowWeights(Finder):
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Report lost updates."""
         before, self._before = self._before, []
+        if not before:
+            return
         tried, lost = torch.zeros(()), torch.zeros(())
         for param, old in before:
             if param.grad is not None and param.grad.layout is torch.strided:

@@ -63,7 +63,7 @@ class Unscaling(Finder):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Report a step without the scaler on scaled gradients, or on gradients that the scaler unscaled."""
         self._close()
-        if self.watch.is_stepping:
+        if self.watch.is_stepping or not (self._scaled or self._unscaled):
             return
         unscaled = self._unscaled.pop(optimizer, None)
         if any(param.grad is not None for param in params_of(optimizer)) and unscaled is not None:

@@ -52,8 +52,8 @@ class Validation(Finder):
     def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if is_jit_tracing():
             return
-        leaves = tree_leaves((args, kwargs))
-        device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        given = args if args and isinstance(args[0], torch.Tensor) else tree_leaves((args, kwargs))
+        device = next((leaf.device.type for leaf in given if isinstance(leaf, torch.Tensor)), None)
         if device is None:
             return
         is_cast, is_in_region = torch.is_autocast_enabled(device), getattr(self._regions, "depth", 0) > 0

@@ -19,6 +19,8 @@ from castwise.monitor._joint_replay import JointReplay
 from castwise.monitor._local_shards import is_split_over_ranks
 from castwise.monitor._step_check import Checked, LateCheck, StepCheck
 
+_CPU = torch.device("cpu")
+
 OnFault = Callable[[torch.optim.Optimizer, Checked], object]
 
 
@@ -125,7 +127,7 @@ class CheckedSteps:
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     """Return the device of an optimizer's first parameter."""
-    return next((parameter.device for parameter in params_of(optimizer)), torch.device("cpu"))
+    return next((param.device for group in optimizer.param_groups for param in group["params"]), _CPU)
 
 
 def _can_skip(optimizer: torch.optim.Optimizer, *, agrees: bool) -> bool:

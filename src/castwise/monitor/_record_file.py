@@ -301,7 +301,7 @@ class RecordFile:
             warn_or_print(text, RuntimeWarning)
 
     def __del__(self) -> None:
-        with suppress(AttributeError, OSError):  # `__init__` may have failed
+        with suppress(AttributeError, OSError, ImportError):  # `__init__` may have failed, or Python ends
             self._close()
 
 

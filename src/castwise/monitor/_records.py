@@ -152,6 +152,12 @@ def _readers(kind: Any) -> tuple[Mapping[str, _Reader], Sequence[str]]:
     return {one.name: _reader(hints[one.name]) for one in own}, required
 
 
+@cache
+def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the names of a class's fields with their default values."""
+    return tuple((one.name, one.default) for one in fields(kind))
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Part):
         return value.to_json()
@@ -253,9 +259,11 @@ class StepRecord(Record):
 
     def in_file(self) -> dict[str, Any]:
         """Return the JSON object for a file, with rounded numbers."""
-        norm, loss, seconds = _rounded(self.grad_norm, 7), _rounded(self.loss, 7), _rounded(self.seconds)
-        short = Record.in_file(replace(self, grad_norm=norm, loss=loss, seconds=seconds, lr=_rounded(self.lr, 7)))
-        return {name: value for name, value in short.items() if value != []}
+        digits = {"grad_norm": 7, "loss": 7, "lr": 7, "seconds": _DIGITS}
+        given = {name: getattr(self, name) for name, usual in _defaults(StepRecord) if getattr(self, name) != usual}
+        rounded = {name: _rounded(given[name], digits[name]) for name in given if name in digits}
+        named = {"parameters": list(self.parameters)} if self.parameters else {}
+        return {"kind": self.kind, **given, **rounded, **named}  # in one pass, because it is written at each step
 
     @property
     def why_skipped(self) -> str:

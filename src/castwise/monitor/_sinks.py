@@ -130,10 +130,10 @@ class Sinks:
     """
 
     def __init__(self, sinks: list[Sink | str | os.PathLike[str]]) -> None:
-        self._sinks = [_sink(sink) for sink in sinks]
+        self._sinks = [(sink, _writer(sink)) for sink in map(_sink, sinks)]
 
     def __repr__(self) -> str:
-        return repr(self._sinks)
+        return repr([sink for sink, _ in self._sinks])
 
     def set_apart(self, rank: int) -> None:
         """Write the files of a rank that records alone beside those of rank 0: in `run-rank1` instead of `run`.
@@ -141,17 +141,17 @@ class Sinks:
         Args:
             rank: The rank.
         """
-        for sink in self._sinks if rank else []:
+        for sink, _ in self._sinks if rank else []:
             if isinstance(sink, JSONL):
                 sink.set_apart(rank)
 
     def __call__(self, record: Record) -> None:
         """Pass a record to all sinks."""
-        for sink in list(self._sinks):
+        for sink, write in list(self._sinks):
             try:
-                sink.write_record(record) if isinstance(sink, RecordSink) else sink(record.to_json())
+                write(record)
             except Exception as error:
-                self._sinks.remove(sink)
+                self._sinks.remove((sink, write))
                 warn_or_print(
                     f"the monitor's sink {sink!r} failed and was removed: {type(error).__name__}: {error}",
                     RuntimeWarning,
@@ -159,7 +159,7 @@ class Sinks:
 
     def close(self) -> None:
         """Close all sinks that have a `close`."""
-        for sink in self._sinks:
+        for sink, _ in self._sinks:
             try:
                 getattr(sink, "close", lambda: None)()
             except Exception as error:
@@ -173,6 +173,11 @@ def _sink(given: object) -> Sink:
     if not (isinstance(given, RecordSink) or callable(given)):
         raise TypeError(f"a sink must be a path or a function of one record (a dict), got {given!r}")
     return given
+
+
+def _writer(sink: Sink) -> Callable[[Record], object]:
+    """Return what writes a record to a sink; asked once, because `isinstance` of a protocol is slow."""
+    return sink.write_record if isinstance(sink, RecordSink) else lambda record: sink(record.to_json())
 
 
 def _as_json(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,8 @@ from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import Cause, StepFacts
 from castwise.amp._readback import Readback
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
+
+_kind_of = operator.attrgetter("device", "dtype", "layout", "__class__")
 
 
 @dataclass(frozen=True)
@@ -85,12 +88,12 @@ class StepCheck:
 
     def check(self, optimizer: torch.optim.Optimizer) -> Checked:
         """Check the step that an optimizer is about to take. Waits for an accelerator."""
-        params = [param for param in params_of(optimizer) if param.grad is not None]
+        params, gradients = _params_and_gradients(optimizer)
         loss = _sum_of(BACKWARD_CALLS.losses)
         known_loss = None if loss is None else loss.item()
         bad: tuple[torch.Tensor, ...] = ()
         clipped_norm = BACKWARD_CALLS.norm_of(params)
-        norm = (_norm([param.grad for param in params]) if clipped_norm is None else _local(clipped_norm)).item()
+        norm = _norm_on_host(gradients) if clipped_norm is None else _local(clipped_norm).item()
         if not math.isfinite(norm):  # a norm may also overflow alone
             bad = tuple(param for param in params if param.grad is not None and not _is_finite(param.grad))
         cause = _cause(not bad, known_loss)
@@ -101,8 +104,13 @@ class StepCheck:
 
     def check_late(self, optimizer: torch.optim.Optimizer) -> LateCheck:
         """Start to check a step on an accelerator, without waiting for it."""
-        params = [param for param in params_of(optimizer) if param.grad is not None]
-        return LateCheck(_norm([param.grad for param in params]), _sum_of(BACKWARD_CALLS.losses))
+        return LateCheck(_norm(_params_and_gradients(optimizer)[1]), _sum_of(BACKWARD_CALLS.losses))
+
+
+def _params_and_gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters that have a gradient, and the gradients."""
+    params = [param for param in params_of(optimizer) if param.grad is not None]
+    return params, [param.grad for param in params]  # type: ignore[misc]  # none is None
 
 
 def _sum_of(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -121,16 +129,31 @@ def _cause(gradients_are_finite: bool, loss: float | None) -> Cause | None:
     return Cause.UNKNOWN if loss is None else Cause.NONFINITE_GRADIENTS
 
 
-def _norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the norm of all gradients, fp32, shape (): finite if all of them are, unless it overflows itself."""
+def _norms(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the norm of each gradient, shape (), finite if the gradient is, unless it overflows itself."""
+    kinds = set(map(_kind_of, gradients))
+    if len(kinds) == 1 and next(iter(kinds))[2:] == (torch.strided, torch.Tensor):
+        yield from _norms_of_group(gradients)
+        return
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in _stored(gradients):
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    norms: list[torch.Tensor] = []
-    for (_, dtype), group in groups.items():
-        wide = torch.float32 if dtype is torch.float16 else None  # fp16 holds no norm above 65504
-        of_group = torch._foreach_norm(group, 2, wide)
-        norms.append(torch.linalg.vector_norm(torch.stack(of_group)).float())
+    for gradient in map(_local, gradients):
+        if gradient.numel():
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for group in groups.values():
+        yield from _norms_of_group(group)
+
+
+def _norms_of_group(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    wide = torch.float32 if gradients[0].dtype is torch.float16 else None  # fp16 holds no norm above 65504
+    return torch._foreach_norm(gradients, 2, wide)
+
+
+def _norm(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all gradients, fp32, shape ()."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for norm in _norms(gradients):
+        by_kind.setdefault((norm.device, norm.dtype), []).append(norm)
+    norms: list[torch.Tensor] = [torch.linalg.vector_norm(torch.stack(of_kind)).float() for of_kind in by_kind.values()]
     if not norms:
         return torch.zeros(())
     return (
@@ -138,11 +161,11 @@ def _norm(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     )
 
 
-def _stored(gradients: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
-    """Yield the numbers of gradients on this rank that a norm can be computed of."""
-    for gradient in gradients:
-        if gradient is not None and (stored := _local(gradient)).numel():
-            yield stored
+def _norm_on_host(gradients: list[torch.Tensor]) -> float:
+    """Return the norm of all gradients. Waits for an accelerator."""
+    if gradients and gradients[0].device.type != "cpu":
+        return float(_norm(gradients))
+    return math.hypot(*(norm.item() for norm in _norms(gradients)))  # faster than to stack as many small tensors
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -127,8 +128,10 @@ class UnscaledSteps:
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> Handle:
         """Call a function with each optimizer and a scale of 1 before it steps."""
 
+        one = functools.cache(lambda device: torch.ones((), device=device))
+
         def call(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            hook(optimizer, torch.ones((), device=device_of(optimizer)))
+            hook(optimizer, one(device_of(optimizer)))
 
         door = self._guard.door(call)
         return _Handles([optimizer.register_step_pre_hook(door) for optimizer in self._optimizers])
