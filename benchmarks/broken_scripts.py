@@ -83,10 +83,10 @@ def answer(path: Path, *, is_broken: bool) -> dict[str, Any]:
 def _watched(path: Path, is_broken: bool) -> dict[str, Any]:
     os.environ["BROKEN"] = str(int(is_broken))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("default")  # as in a script; nothing reads them here
         castwise.install(folder, on_nonfinite="diagnose")
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 runpy.run_path(str(path), run_name="__main__")
         finally:
             castwise.uninstall()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +87,17 @@ def mean_of_nothing(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
     return logits[targets == (9 if is_bad else targets[0])].mean()  # here
 
 
+def division_of_unknown_numbers(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    lengths = logits.detach().norm(dim=-1) * torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 0.0 if is_bad else 1.0])
+    cosines = (logits + 1.0).sum(-1) / lengths  # here
+    return 1.0 - cosines.mean()
+
+
+def log1p_of_minus_one(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    p = (logits * (1e6 if is_bad else 1.0)).softmax(-1).amax(-1)
+    return -torch.log1p(-p).mean()  # here
+
+
 LOSSES = [
     (log_of_zero, "aten.log", "check for inputs that are 0 or negative"),
     (zero_times_log_of_zero, "aten.log", "check for inputs that are 0 or negative"),
@@ -95,6 +108,8 @@ LOSSES = [
     (division_by_a_count_of_zero, "aten.div", "check for divisors that are 0"),
     (overflowing_exponential, "aten.exp", "clamp the exponent"),
     (mean_of_nothing, "aten.mean", "it is the mean of no elements"),
+    (division_of_unknown_numbers, "aten.div", "not all inputs of this op are known: check for divisors that are 0"),
+    (log1p_of_minus_one, "aten.log1p", "check for inputs that are -1 or less"),
 ]
 
 
@@ -152,6 +167,47 @@ def test_the_op_of_a_finite_loss_whose_gradient_is_not_finite(loss: Loss, op: st
     assert f"the gradient of {op} gives" in found["summary"]
     assert f"{__file__}:{line}" in found["summary"]
     assert advice in found["advice"]
+
+
+def test_the_std_of_one_reward_is_named_although_it_is_in_no_graph() -> None:
+    def advantages(rewards: Tensor) -> Tensor:
+        std = rewards.std()  # here: the only one of this process
+        return (rewards - rewards.mean()) / (std + 1e-4)
+
+    def of_rewards(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+        count = 1 if is_bad else 6
+        log_probs = logits[:count].log_softmax(-1).gather(1, targets[:count, None]).sum(-1)
+        return -(log_probs * advantages(torch.arange(float(count)))).mean()
+
+    vars(sys.modules[__name__]).pop("__warningregistry__", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        (found,) = trained(of_rewards)
+    line = inspect.getsourcelines(advantages)[1] + 1
+    assert found["op"] == "aten.std"
+    assert f"test_loss_graph.py:{line}" in found["text"]
+    assert "correction=0" in found["advice"]
+
+
+def test_an_outlier_that_is_squared_is_told_by_its_size() -> None:
+    (found,) = trained(lambda logits, _, bad: functional.mse_loss(logits, logits.detach() + 1e25 * bad), bad=5)
+    assert found["op"] == "aten.mse_loss"
+    assert "no format holds the result of such large inputs" in found["advice"]
+
+
+def test_an_inf_that_the_model_makes_is_the_models_although_the_gradient_of_its_output_is_finite() -> None:
+    class Inverse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 1 / x.relu()  # here
+
+    model = nn.Sequential(nn.Linear(4, 4), Inverse())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    records: list[dict[str, Any]] = []
+    with Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+        functional.smooth_l1_loss(model(torch.zeros(2, 4) - 9.0), torch.ones(2, 4)).backward()
+        optimizer.step()
+    (found,) = [record for record in records if record["kind"] == "diagnosis"]
+    assert (found["phase"], found["module"], found["op"]) == ("forward", "1", "aten.reciprocal")
 
 
 def test_healthy_losses_are_not_diagnosed() -> None:

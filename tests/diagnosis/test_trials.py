@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import castwise
-from castwise.diagnosis import Diagnosis, _trials, diagnose
+from castwise.diagnosis import Diagnosis, _remedies, _trials, diagnose
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._recording import Recording
 
@@ -68,6 +69,25 @@ def test_where_many_modules_overflow_all_of_the_model_is_suggested() -> None:
     assert found.advice == "run all of the model in fp32: 1 in fp32 is not enough, as other modules overflow too"
     region = 'with torch.autocast("cpu", enabled=False):'
     assert (found.code, found.tried) == (f"# instead of the line of the autocast region:\n{region}", "finite")
+
+
+@pytest.mark.parametrize("by_fsdp", [False, True])
+def test_weights_in_fp16_are_tried_in_fp32_because_no_policy_widens_them(
+    monkeypatch: pytest.MonkeyPatch, by_fsdp: bool
+) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16) if by_fsdp else None
+    for module in (_remedies, _trials):
+        monkeypatch.setattr(module, "fsdp_mixed_precision", lambda module: policy)
+    model = nn.Sequential(between(lambda x: x * 300 * 300), nn.BatchNorm1d(2)).half()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = diagnose(model, lambda y: y.float().square().mean(), X.half())
+    assert (found.module, found.remedy) == ("0.1", "float32")
+    assert found.tried == ("untried: FSDP2 casts the inputs of each of its units" if by_fsdp else "finite")
+    assert ("MixedPrecisionPolicy(param_dtype=torch.float32)" if by_fsdp else "model.float()") in found.advice
+    after = model.state_dict()
+    assert all(
+        torch.equal(after[name], tensor) and after[name].dtype is tensor.dtype for name, tensor in before.items()
+    )
 
 
 def test_where_no_format_helps_the_sample_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass
@@ -22,6 +23,8 @@ def outputs_of(output: Any) -> list[torch.Tensor]:
 
     Searches lists, tuples, dicts and types registered with torch's pytree at any depth, other objects one level deep.
     """
+    if isinstance(output, torch.Tensor):  # the usual case, in which torch's walk takes several times as long
+        return [output] if output.is_floating_point() else []
     leaves: list[Any] = []
     for leaf in tree_leaves(output):
         leaves += [leaf] if isinstance(leaf, torch.Tensor) else tree_leaves(_attributes(leaf))
@@ -105,8 +108,9 @@ class OfOutput(Case):
         # A masked output may be infinite. It is a fault only if the loss gives it a non-finite gradient.
         has_backward = any(gradient is not None for gradient in self._gradients)
         if has_backward and not any(map(_is_nonfinite, self._gradients)):
-            # The gradient of a mean is finite whatever its terms are. No mask makes a NaN that reaches a loss.
-            return [] if self.loss_is_finite is not False else [end for end in ends if end.isnan().any()]
+            # The gradient of a mean is finite whatever its terms are. Masks are -inf: no mask makes a NaN or inf that
+            # reaches a loss.
+            return [] if self.loss_is_finite is not False else [end for end in ends if not (end < math.inf).all()]
         lost = [(end, gradient) for end, gradient in self._pairs(ends) if _is_nonfinite(end)]
         if self.loss_is_finite:  # then a non-finite element of the gradient comes from that same output element
             lost = [(end, gradient) for end, gradient in lost if _share_nonfinite_element(end, gradient)]

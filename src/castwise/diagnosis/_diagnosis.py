@@ -222,7 +222,8 @@ class Diagnosis(Shown):
         return replace(self, module=module, parameter=parameter)
 
     def _gives(self) -> str:
-        return f"{'gives' if self.outputs else 'reads'} {self.value}"
+        reads = not self.outputs and (not self.inputs or any(given.nonfinite for given in self.inputs))
+        return f"{'reads' if reads else 'gives'} {self.value}"
 
     def _what(self) -> str:
         if self.phase == "weight":

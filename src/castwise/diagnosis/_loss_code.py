@@ -13,6 +13,7 @@ from castwise._mistakes.mistake import Place, is_passed_over
 from castwise._torch_private import graph_nodes_made, number_of_node, version
 from castwise.amp._devices import is_capturing
 from castwise.diagnosis._diagnosis import Diagnosis
+from castwise.diagnosis._lone_values import find_lone_value
 from castwise.diagnosis._loss_graph import LossFault, first_fault, first_fault_of_backward, frozen, nodes_of, saved_by
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._ranges import Range, range_of
@@ -201,9 +202,12 @@ class LossCode:
         self, loss: torch.Tensor, nodes: list[Any], fault: LossFault, *, is_of_backward: bool = False
     ) -> Diagnosis:
         """Return the diagnosis of a fault in the code of a loss."""
-        place = self._line(nodes, fault.place)
         inputs = tuple(filter(None, map(range_of, fault.inputs)))
-        output = range_of(fault.output)
+        place = self._line(nodes, fault.place)
+        if fault.reads == "argument" and place and (of_one := _of_lone_value(loss, inputs, place)) is not None:
+            return of_one
+        output = None if fault.output is None else range_of(fault.output)
+        is_nan = bool(loss.isnan()) if output is None else bool(output.nan)
         return Diagnosis(
             found=True,
             phase="loss",
@@ -212,7 +216,7 @@ class LossCode:
             gradient_of=fault.name if is_of_backward else "",
             inputs=inputs,
             outputs=() if output is None or fault.reads else (output,),
-            value="nan" if output is not None and output.nan else "inf",
+            value="nan" if is_nan else "inf",
             loss=float(loss.detach()),
             remedy="input" if fault.reads == "argument" else "code",
             advice=_advice(fault, inputs, is_of_backward, self._has_models),
@@ -233,6 +237,27 @@ class LossCode:
             if other == name
         }
         return lines.pop() if len(lines) == 1 else None
+
+
+def _of_lone_value(loss: torch.Tensor, inputs: tuple[Range, ...], place: Place) -> Diagnosis | None:
+    """Return the diagnosis of an argument that is all NaN, if the same file has computed the std of a single value."""
+    bad = next((given for given in inputs if given.nan and given.lowest is None and given.shape[:1] == (1,)), None)
+    lone = None if bad is None else find_lone_value(place.file)
+    if bad is None or lone is None:
+        return None
+    return Diagnosis(
+        found=True,
+        phase="loss",
+        in_loss=True,
+        op=lone.op,
+        outputs=(bad,),
+        value="nan",
+        loss=float(loss.detach()),
+        remedy="code",
+        advice=f"an argument of the loss is NaN, and {advice_on_op(lone.op, '', ())}",
+        line=str(lone.place),
+        source=lone.place.source,
+    )
 
 
 def _advice(fault: LossFault, inputs: tuple[Range, ...], is_of_backward: bool, has_models: bool) -> str:

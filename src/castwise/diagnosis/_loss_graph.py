@@ -23,7 +23,12 @@ _LEAF = 2**63  # leaves are numbered above it
 _MOST_NODES = 5_000
 _RESULTS = ("result", "output", "result0", "output0")
 # Ops whose forward has another name than their node.
-_FORWARDS = {"nll_loss": "nll_loss_forward", "nll_loss2d": "nll_loss2d_forward", "to_copy": "_to_copy"}
+_FORWARDS = {
+    "nll_loss": "nll_loss_forward",
+    "nll_loss2d": "nll_loss2d_forward",
+    "to_copy": "_to_copy",
+    "log1_p": "log1p",
+}
 # Ops that return what they read.
 _PASSING = {f"aten.{name}" for name in ("to", "view", "reshape", "transpose", "t", "squeeze", "unsqueeze", "slice")}
 _SUMS = ("aten.add", "aten.sub")
@@ -72,7 +77,7 @@ class LossFault:
         place: Index of the node among `nodes_of`.
         name: Name of the op.
         inputs: Its floating-point inputs, as far as they are known.
-        output: Its result, or the gradient of an input.
+        output: Its result, or the gradient of an input; None if it is not known.
         reads: Where the first non-finite input comes from: "" if all known inputs are finite, so that the op itself is
             the origin; "model" or "argument".
         has_unknown_inputs: Whether an input is not known.
@@ -81,7 +86,7 @@ class LossFault:
     place: int
     name: str
     inputs: list[torch.Tensor]
-    output: torch.Tensor
+    output: torch.Tensor | None
     reads: str
     has_unknown_inputs: bool
 
@@ -92,15 +97,15 @@ def saved_by(node: Any) -> dict[str, Any]:
     Torch documents these attributes in its notes on the mechanics of autograd, under "Saved tensors".
     """
     saved, kind = {}, cast(Any, type(node))
-    for attribute in _saved_attributes(kind):
+    for name, attribute in _saved_attributes(kind):
         with suppress(RuntimeError):
-            saved[attribute.removeprefix(SAVED)] = getattr(node, attribute)
+            saved[name] = getattr(node, attribute)
     return saved
 
 
 @functools.cache
-def _saved_attributes(kind: Any) -> list[str]:
-    return [name for name in dir(kind) if name.startswith(SAVED)]
+def _saved_attributes(kind: Any) -> list[tuple[str, str]]:
+    return [(name.removeprefix(SAVED), name) for name in dir(kind) if name.startswith(SAVED)]
 
 
 class FrozenNode:
@@ -172,7 +177,9 @@ def first_fault(
         if reads == "model" and op.name in _PASSING:
             values.note_of_models(op.output)
             continue
-        return LossFault(place, op.name, op.inputs, op.output, reads, op.has_unknown_inputs)
+        found = LossFault(place, op.name, op.inputs, op.output, reads, op.has_unknown_inputs)
+        is_unknown = op.has_unknown_inputs and not reads
+        return (values.division_by_zero(nodes[:place]) if is_unknown else None) or found
     return None
 
 
@@ -267,6 +274,14 @@ class _Values:
             return
         if _op_name(node) in _SUMS and len(node.next_functions) == 1:  # of a number, which is not saved
             yield node.next_functions[0], gradient
+
+    def division_by_zero(self, nodes: Sequence[Any]) -> LossFault | None:
+        """Return the first division by exactly 0 whose result is not known, because what it divides is not."""
+        for place, node in enumerate(nodes):
+            divisor = self._saved[node].get("other") if _op_name(node) == "aten.div" else None
+            if isinstance(divisor, torch.Tensor) and (node, 0) not in self._by_edge and (divisor == 0).any():
+                return LossFault(place, "aten.div", [divisor.detach()], None, "", has_unknown_inputs=True)
+        return None
 
     def _input_from_result(self, node: Any, gradient: torch.Tensor) -> torch.Tensor:
         """Return the input of an op whose backward reads its result instead, and 0 for all others."""

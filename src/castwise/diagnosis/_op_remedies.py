@@ -35,6 +35,10 @@ def _has_negative(inputs: Sequence[Range]) -> bool:
     return any(given.lowest is not None and given.lowest < 0.0 for given in inputs)
 
 
+def _reaches_minus_one(inputs: Sequence[Range]) -> bool:
+    return any(given.lowest is not None and given.lowest <= -1.0 for given in inputs)
+
+
 def _exceeds_one(inputs: Sequence[Range]) -> bool:
     return any(given.largest is not None and given.largest >= 1.0 for given in inputs)
 
@@ -45,6 +49,10 @@ def _has_infinity(inputs: Sequence[Range]) -> bool:
 
 def _is_huge(inputs: Sequence[Range]) -> bool:
     return any(given.largest is not None and given.largest > _HUGE for given in inputs)
+
+
+def _is_not_huge(inputs: Sequence[Range]) -> bool:
+    return not _is_huge(inputs)
 
 
 def _is_empty(inputs: Sequence[Range]) -> bool:
@@ -79,6 +87,11 @@ _OF_RESULTS = (
         "check for inputs that are 0 or negative, and add an epsilon or clamp them",
     ),
     _Rule(
+        frozenset({"log1p"}),
+        _reaches_minus_one,
+        "check for inputs that are -1 or less, such as the negative of a probability that is 1, and clamp them",
+    ),
+    _Rule(
         frozenset({"sqrt"}),
         _has_negative,
         "check for inputs that are negative, as rounding may make a difference, and clamp them at 0",
@@ -90,14 +103,19 @@ _OF_RESULTS = (
     ),
     _Rule(
         frozenset({"std", "var", "std_mean", "var_mean"}),
-        _always,
+        _is_not_huge,
         "the std of a single value divides by 0: pass correction=0, or leave out groups of one, such as a last batch "
         "of one sample",
     ),
     _Rule(frozenset({"exp", "exp2", "expm1", "sinh", "cosh"}), _always, "clamp the exponent, or work with logarithms"),
     _Rule(frozenset({"mean"}), _is_empty, "it is the mean of no elements: leave out empty selections"),
     _Rule(
-        frozenset({"linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "mul", "add", "matmul", "pow", "sum"}),
+        frozenset(
+            {
+                *("linear", "mm", "addmm", "bmm", "baddbmm", "convolution", "mul", "add", "matmul", "pow", "sum"),
+                *("square", "mse_loss", "dot", "var", "std", "norm", "linalg_vector_norm"),
+            }
+        ),
         _is_huge,
         "no format holds the result of such large inputs: find where they come from",
     ),

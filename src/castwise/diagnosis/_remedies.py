@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from castwise._mistakes.corrected_code import loss_in_fp32
 from castwise._mistakes.script_line import ScriptLine
 from castwise._number_text import power_of_two
+from castwise._torch_private import fsdp_mixed_precision
 from castwise.diagnosis._fault_search import Fault
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._origins import Birth
@@ -95,6 +97,15 @@ def keep_in_float32(modules: Sequence[str], low: str, device: str) -> Help:
     code = "\n".join([*lines, f'with castwise.autocast("{device}", policy=policy.bind(model)):'])
     region = f'castwise.autocast("{device}", policy={policy}.bind(model))'
     return Help("float32", f"keep {' and '.join(modules)} in fp32: {region}", code)
+
+
+def keep_weights_in_float32(model: nn.Module, low: str) -> Help:
+    """Return what keeps the weights of a model in fp32, which are in low precision without autocast."""
+    policies = [policy for module in model.modules() if (policy := fsdp_mixed_precision(module)) is not None]
+    if any(str(policy.param_dtype) == f"torch.{low}" for policy in policies):
+        advice = "gather the weights in fp32: MixedPrecisionPolicy(param_dtype=torch.float32)"
+        return Help("float32", f"{advice}, or torch.bfloat16, which has its range" if low == "float16" else advice)
+    return Help("float32", f"keep the weights in fp32, not in {low}: model.float()", "model.float()")
 
 
 def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:

@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import override
 
 from castwise._number_text import several
-from castwise._torch_private import TorchDispatchMode
+from castwise._torch_private import TorchDispatchMode, buffers_in, fsdp_mixed_precision, parameters_in
 from castwise.amp._devices import has_autocast
 from castwise.amp.autocast_mode import autocast
 from castwise.diagnosis._cases import outputs_of
@@ -24,7 +24,7 @@ from castwise.diagnosis._op_facts import tensors_of, written_and_read
 from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._outlying_rows import OutlyingRow
 from castwise.diagnosis._ranges import range_of
-from castwise.diagnosis._remedies import OF_REGION, Help, keep_in_float32, low_precision
+from castwise.diagnosis._remedies import OF_REGION, Help, keep_in_float32, keep_weights_in_float32, low_precision
 from castwise.diagnosis._replay import gradients_of, unchanged
 from castwise.policy._casting import cast_floats
 from castwise.policy._module_rules import named_modules
@@ -168,7 +168,7 @@ class _Trials:
         if self._birth.module is None:
             return Tried(help_, "untried: it changes the code of the loss")
         if any(param.dtype is not torch.float32 for _, _, param in named_parameters(self._case.model)):
-            return Tried(help_, "untried: some weights are in other formats than fp32")
+            return self._with_weights_in_float32()
         modules = [self._birth.module] if self._birth.module else []
         while modules:
             run = self._run(around=lambda: self._in_fp32(modules))
@@ -207,6 +207,30 @@ class _Trials:
         advice = f"{ALL_IN_FP32}: {self._birth.module} in fp32 is not enough, as other modules overflow too"
         code = f'{OF_REGION}\nwith torch.autocast("{self._device}", enabled=False):'
         return Tried(Help("float32", advice, code), "finite")
+
+    def _with_weights_in_float32(self) -> Tried:
+        """Try fp32 where weights are in other formats, in which no rule of a policy computes in fp32."""
+        model = self._case.model
+        help_ = keep_weights_in_float32(model, low_precision(self._birth))
+        if any(fsdp_mixed_precision(module) for module in model.modules()):
+            return Tried(help_, "untried: FSDP2 casts the inputs of each of its units")
+        if self._device_types != ["cpu"]:
+            return Tried(help_, "untried: it needs a copy of the weights")
+
+        @contextmanager
+        def widened() -> Iterator[None]:
+            for module in model.modules():  # `unchanged` puts back what they had
+                _widen(parameters_in(module))
+                _widen(buffers_in(module))
+            with self._in_fp32([name for name, _ in named_modules(model)]):
+                yield
+
+        run = self._run(around=widened)
+        if run.outcome == "unknown":
+            return Tried(help_, "untried: the forward cannot be run so")
+        if run.outcome == "not finite":
+            return self._without_samples_or_growth(_no_format_helps(self._birth))
+        return Tried(help_, "finite") if self._is_sane(run) else self._diverged(run)
 
     def _diverged(self, run: _Run) -> Tried:
         times = f"{run.largest / (self._usual or 1.0):.2g} times as large as in recent steps"
@@ -418,6 +442,13 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         if written:
             self._before_write(written)
         return call_op(func, args, kwargs)
+
+
+def _widen(tensors: dict[str, Any]) -> None:
+    """Replace floating-point tensors in the table of a module by fp32 ones."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_floating_point():
+            tensors[name] = tensor.detach().float().requires_grad_(tensor.requires_grad)
 
 
 def _no_format_helps(birth: Birth) -> Help:
