@@ -113,6 +113,7 @@ app = typer.Typer(
     cls=_Commands,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["--help", "-h"]},
     epilog=_EXIT_CODES,
 )
 app.command(cls=_Command, epilog="Example: `castwise check train.py --against golden.cwcheck`")(check)

@@ -101,6 +101,8 @@ def _without_python(python: str, arguments: list[str]) -> str:
     first = 0
     while first < len(arguments) and arguments[first].startswith("-") and arguments[first] not in ("-c", "-m", "-"):
         first += 2 if arguments[first] in _PYTHONS_WITH_VALUE else 1
+    if arguments[first : first + 1] == ["-c"]:
+        return f"castwise runs scripts and modules: save the code of {python} -c as a script"
     options, rest = shlex.join(arguments[:first]), shlex.join(arguments[first:])
     keep = f"; with its options: {python} {options} -m castwise run {rest}" if options not in ("", "-u") else ""
     return f"leave out {python}, because castwise runs the script itself: castwise run {rest}{keep}"

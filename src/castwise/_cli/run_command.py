@@ -177,9 +177,17 @@ def _check_folder(out: Path) -> None:
         raise UserError(f"--out must be a folder, but {out} is a file")
 
 
+_PYTHONS_OWN = tuple("bBdEiIOPqRsStuvWxX")  # the letters of its options
+
+
 def _check_script(script: str, context: typer.Context) -> None:
     if script.startswith("-"):
         given = script.partition("=")[0]
+        if given == "-c":
+            raise UserError("castwise runs scripts and modules: save the code of -c as a script")
+        if given[1:2] in _PYTHONS_OWN:
+            with_value = f"{given} ..." if given in ("-W", "-X") else given
+            raise UserError(f"{given} is an option of Python's: python {with_value} -m castwise run SCRIPT")
         own = [option.lstrip("-") for param in context.command.params for option in param.opts]
         raise UserError(
             f"there is no option {given}{nearest(given.lstrip('-'), own)}; put options of the script after it, as in "
