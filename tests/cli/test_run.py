@@ -567,7 +567,10 @@ def test_numbers_of_a_schedule_may_be_powers(spelled: str, schedule: schedules.S
             ["python", "-W", "error", "-m", "train"],
             "itself: castwise run -m train; with its options: python -W error -m c",
         ),
-        (["python", "-u", "-c", "print(1)"], "castwise runs scripts and modules: save the code of python -c as a script"),
+        (
+            ["python", "-u", "-c", "print(1)"],
+            "castwise runs scripts and modules: save the code of python -c as a script",
+        ),
         (["-c", "print(1)"], "castwise runs scripts and modules: save the code of -c as a script"),
         (["-u", "train.py"], "-u is an option of Python's: python -u -m castwise run SCRIPT"),
         (["-W", "error", "train.py"], "-W is an option of Python's: python -W ... -m castwise run SCRIPT"),
