@@ -72,5 +72,5 @@ class Rank(Agreement):
 
 def agreeing(scaler: GradScaler, stages: int = 1) -> Rank:
     """Give a scaler an agreement of one rank per pipeline stage, and return it."""
-    scaler._agree_with(rank := Rank(stages))
+    scaler._set_agreement(rank := Rank(stages))
     return rank

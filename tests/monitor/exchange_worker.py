@@ -202,6 +202,21 @@ def train_alone(what: str, rank: int) -> dict[str, Any]:
     return result
 
 
+def maxima(rank: int) -> dict[str, Any]:
+    """Exchange maxima at three steps; rank 1 is late for two of them, and too late for the third."""
+    exchange.LIMIT = SHORT
+    ranks, numbers, why = exchange.Exchange("maxima"), torch.tensor([rank]), ""
+    try:
+        for step in (1, 2, 3):
+            if rank == 1:
+                time.sleep(1.5 * SHORT if step < 3 else 6 * SHORT)
+            ranks.maximum_of_step(step, numbers, 4 * SHORT)
+    except exchange.NoExchangeError as error:
+        why = str(error)
+    ranks.close()
+    return {"maximum": numbers.tolist(), "step": step, "why": why}
+
+
 def main() -> None:
     rank, _, what = join(sys.argv)
     results = {}
@@ -215,6 +230,8 @@ def main() -> None:
                 result = train_alone(case, rank)
             elif case == "attached again":
                 result = attach_again(rank)
+            elif case == "maxima":
+                result = maxima(rank)
             else:
                 result = train(case, rank)
         messages = [str(warning.message) for warning in caught if "monitor" in str(warning.message)]

@@ -33,7 +33,7 @@ TWO_MODELS = ["none of two", "another order", "other shapes", "one of two"]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Result]]:
-    cases = "; ".join([*CASES, *TWO_MODELS, "attached again"])
+    cases = "; ".join([*CASES, *TWO_MODELS, "attached again", "maxima"])
     results = run(WORKER, 3, tmp_path_factory.mktemp("ranks") / "store", cases)
     assert None not in results
     return results
@@ -97,6 +97,15 @@ def test_after_a_failure_all_ranks_name_the_cause_and_rank_0_records_itself_alon
     assert [first, second, third] == [OF_ALL] * combined + [OF_ONE] * (3 - combined)
     assert ranks[0][case]["step"] == list(range(1, 9))
     assert ranks[0][case]["causes"] == [["overflow", None]]  # what rank 0 knows
+
+
+def test_maxima_of_steps_wait_as_long_as_they_were_asked_to_and_name_the_rank_that_did_not_come(
+    ranks: list[dict[str, Result]],
+) -> None:
+    why = f"no answer from rank 1 for 4 s at step 3{DO}"
+    assert [rank["maxima"]["maximum"] for rank in ranks] == [[2]] * 3
+    assert of(ranks, "maxima", "step") == [3, 3, 3]
+    assert of(ranks, "maxima", "why") == [why] * 3
 
 
 @pytest.mark.parametrize(("case", "until"), [("every", 1), ("silent", 3), ("busy", 3), ("fails in between", 3)])

@@ -30,6 +30,10 @@ def steps(first: int, last: int, loss: float = 1.0) -> list[Record]:
     return [step(number, 2.0, loss=loss) for number in range(first, last + 1)]
 
 
+def invariant(number: int) -> Record:
+    return {"kind": "invariant", "step": number, "name": "never-updated", "text": "", "remedy": ""}
+
+
 def losses(run: Run) -> list[tuple[int, float]]:
     return [(record.step, record.loss) for record in run.steps]
 
@@ -89,9 +93,10 @@ def test_attempts_that_resumed_are_one_history_with_the_later_steps(tmp_path: Pa
 
 def test_an_attempt_that_counts_from_one_again_is_counted_on(tmp_path: Path) -> None:
     run = run_folder(tmp_path, FIRST)
-    write(run / "attempt-1" / "Net", *steps(1, 3))
-    write(run / "attempt-2" / "Net", *steps(1, 2, 2.0))
+    write(run / "attempt-1" / "Net", *steps(1, 3), invariant(2))
+    write(run / "attempt-2" / "Net", *steps(1, 2, 2.0), invariant(1))
     (joined,) = read_runs([run])
+    assert [record.step for record in joined.invariants] == [2, 4]
     assert losses(joined) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
 
 

@@ -121,7 +121,7 @@ def _scaler(schedule: Schedule, note_scheduled: Callable[[], None]) -> type[Grad
             self._adopt(schedule)
             note_scheduled()
             if self._agreement is not None:
-                self._agree_with(self._agreement)
+                self._set_agreement(self._agreement)
 
     scaler: type[GradScaler] = _derived(GradScaler, {"__init__": init})
     return scaler

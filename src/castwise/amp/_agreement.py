@@ -4,6 +4,10 @@ A collective is a vector of eight fp64 numbers. Two of them are a digest of what
 settings, calls and updates) and the digest's square. So the next collective also detects, at no extra cost and before
 any rank steps, that ranks have diverged, for example because one of them loaded another checkpoint or left out a step.
 Whether there is a collective must not depend on what only one rank knows, such as its gradients.
+
+found_inf is reduced in two places: in `any_`, which `GradScaler._reduce_found_inf` calls, and within the norm of
+`GradScaler.clip_grad_norm_`, as an inf. A reduction must give the same on all ranks, keep an inf, and show whether all
+digests are equal: a sum by that of the digests and of their squares, a maximum by the digest and its negative.
 """
 
 from __future__ import annotations
@@ -154,7 +158,9 @@ class Agreement:
             call: A description of the call and its arguments, the same on all ranks.
 
         Raises:
-            RuntimeError: The ranks have diverged, or one of them cannot be reached. The flags are unchanged.
+            RuntimeError: The ranks have diverged, or one of them cannot be reached. Flags that were not reduced before
+                are unchanged. On an accelerator, ranks that have diverged get flags of 1, so that none steps, and the
+                error in a later call.
         """
         while flags and self.size() > 1:
             now, flags = flags[:_FACTS], flags[_FACTS:]

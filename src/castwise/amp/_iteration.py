@@ -122,7 +122,7 @@ class Unscaled:
 
     stage: ClassVar[OptState] = OptState.UNSCALED
     awaits_unscaling: ClassVar[bool] = False
-    may_unscale: bool = False
+    allows_unscale_call: bool = False
     """Whether `unscale_` may still be called, because clipping has unscaled and not the user."""
     is_clipped: bool = False
     """Whether they are clipped by their norm, too."""

@@ -76,9 +76,9 @@ class StepFacts:
     skipped: bool
     """Whether a gradient was not finite, or would not have been once unscaled."""
     cause: Cause | None = None
-    """None unless the step was skipped."""
+    """Why the step was skipped, or would have been: None unless a loss or a gradient was not finite."""
     parameters: tuple[torch.Tensor, ...] = ()
-    """The parameters whose gradients were not finite, if the step was skipped."""
+    """The parameters whose gradients were not finite."""
     loss: float | None = None
     """The sum of the losses given to `scale` since the last update, unscaled; None if there were none, or if another
     optimizer's loss was not finite."""

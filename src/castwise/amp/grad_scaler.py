@@ -1,9 +1,9 @@
 """`GradScaler`: scale losses, unscale gradients, skip steps that are not finite, move the scale.
 
-The class is only the state machine. `gradients` collects the gradients, `measure` does the arithmetic on them,
-`shared_params` tracks which are already unscaled, `schedules` moves the scale, `agreement` makes all ranks
-take the same decision, `closures` runs steps with closures, `outcomes` reports each step and the cause of a skip to the
-host, `after_step` makes the calls that wait for such a report, and `checkpoint` checks loaded states.
+The class orders the calls. `_gradients` collects the gradients, `_measure` does the arithmetic on them,
+`_shared_params` tracks which are already unscaled, `_schedules` moves the scale, `_agreement` makes all ranks take the
+same decision, `_closures` runs steps with closures, `_outcomes` reports each step and the cause of a skip to the host,
+`_after_step` makes the calls that wait for such a report, and `_checkpoint` checks loaded states.
 
 The state of one iteration is an `Iteration`, which `update` replaces as a whole. In it, each optimizer has a record,
 whose `state` is a value of its own: `Ready`, then perhaps `Clipped` (which a fused step carries out) or `Unscaled`, and
@@ -110,7 +110,8 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16_gradients: Accept fp16 gradients, which are rejected otherwise. They are unscaled in fp32 arithmetic
             and rounded to fp16, where small ones may flush to zero.
         process_group: A `torch.distributed` group or device mesh whose ranks take and skip the same steps and clip
-            by one norm over all ranks, with one collective per step.
+            by one norm over all ranks. A step takes one collective; `schedules.Headroom`, norms of an order above 4
+            and optimizers that are stepped one after the other take more.
         pipeline_stages: Number of pipeline stages on the ranks of the group, each on the same number of ranks. A
             gradient that is neither a DTensor nor flattened by FSDP1 counts as replicated on all ranks of its stage. A
             stage need not have a loss to scale.
@@ -177,7 +178,7 @@ class GradScaler(torch.amp.GradScaler):
                 numbers = (init_scale, growth_factor, backoff_factor, growth_interval)
                 raise torch_words.error(ours, lambda: torch_words.scaler(*numbers)) from None
         if process_group is not None:
-            self._agree_with(Agreement(process_group, self._device, pipeline_stages))
+            self._set_agreement(Agreement(process_group, self._device, pipeline_stages))
         self._forget_device_state()
         for observer in OBSERVERS:
             # A scaler that has disabled itself for lack of CUDA was still wanted.
@@ -198,7 +199,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_warned_of_unstepped = False
         self._gradients_hooks: OrderedDict[int, Callable[[torch.optim.Optimizer, torch.Tensor], object]] = OrderedDict()
 
-    def _agree_with(self, agreement: Agreement) -> None:
+    def _set_agreement(self, agreement: Agreement) -> None:
         self._agreement = agreement
         agreement.start(self._init_scale, self._init_growth_tracker, *self._init_trackers.values())
 
@@ -296,7 +297,7 @@ class GradScaler(torch.amp.GradScaler):
             raise torch_words.error(ours, lambda: torchs._check_scale_growth_tracker(funcname))
         return self._scale, self._growth_tracker
 
-    def _made_scale(self) -> torch.Tensor:
+    def _existing_scale(self) -> torch.Tensor:
         """Return the scale, after a public method has checked that it exists."""
         assert self._scale is not None
         return self._scale
@@ -353,7 +354,7 @@ class GradScaler(torch.amp.GradScaler):
         found = state["found_inf_per_device"]
         state.give_to(record)
         if found:
-            self._note(record, found)
+            self._set_found_inf(record, found)
 
     def _after_later_backward(self, record: OptimizerRecord, before: Snapshot, call: str) -> OptimizerRecord:
         """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
@@ -403,23 +404,23 @@ class GradScaler(torch.amp.GradScaler):
         record = self._open(optimizer, "unscale_")
         if record.state.awaits_unscaling:
             self._unscale(record, allow_fp16=self._allow_fp16_gradients)
-        elif isinstance(record.state, Unscaled) and record.state.may_unscale:
+        elif isinstance(record.state, Unscaled) and record.state.allows_unscale_call:
             # Clipping has unscaled already, so this call only uses up the permission.
-            record.state = dataclasses.replace(record.state, may_unscale=False)
+            record.state = dataclasses.replace(record.state, allows_unscale_call=False)
         else:
             ours = RuntimeError("Call it once per step, and scaler.update() after the step")
             torchs, nothing = torch_words.scaler(stage=OptState.UNSCALED), None  # torch looks at the stage first
             raise torch_words.error(ours, lambda: torchs.unscale_(nothing))  # type: ignore[arg-type]
 
-    def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool, may_unscale: bool = False) -> None:
+    def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool, allows_unscale_call: bool = False) -> None:
         """Unscale the gradients in place, and clip them if that was left to a fused step.
 
         Args:
             record: The optimizer. Gradients that are unscaled already are multiplied by 1, which checks them.
             allow_fp16: Whether fp16 gradients are allowed.
-            may_unscale: Whether the user may still call `unscale_`.
+            allows_unscale_call: Whether the user may still call `unscale_`.
         """
-        scale, state = self._made_scale(), record.state
+        scale, state = self._existing_scale(), record.state
         is_clipped = isinstance(state, Clipped)
         found_by_clipping = list(record.found_inf_per_device.values()) if is_clipped else []
         # Ranks have agreed on the result of clipping, so a later result of this rank must not replace it.
@@ -450,12 +451,12 @@ class GradScaler(torch.amp.GradScaler):
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         if state.awaits_unscaling:  # otherwise a tool has only checked them again
-            record.state = Unscaled(may_unscale, is_clipped)
+            record.state = Unscaled(allows_unscale_call, is_clipped)
         if found_by_clipping:
             # What clipping found still skips the step.
             found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
         if not was_measured:
-            self._note(record, found)
+            self._set_found_inf(record, found)
 
     def _unscale_grads_(
         self,
@@ -489,7 +490,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _factors(self, record: OptimizerRecord, grads: Gradients) -> list[tuple[torch.Tensor, list[Group]]]:
         """Return gradients in groups with the factor that unscales (and clips) each; unscaled ones are only clipped."""
-        scale, unscaled = self._made_scale(), self._optimizers.shared.unscaled
+        scale, unscaled = self._existing_scale(), self._optimizers.shared.unscaled
         if not record.state.awaits_unscaling:
             return [(torch.ones_like(scale), grads.groups)]
         factor = measure.reciprocal(record.state.divisor if isinstance(record.state, Clipped) else scale)
@@ -509,24 +510,24 @@ class GradScaler(torch.amp.GradScaler):
         """Record the largest magnitude of the unscaled gradients, for schedules that need it."""
         if record.largest is not None:
             return
-        scale = self._made_scale()
+        scale = self._existing_scale()
         found = [torch.zeros_like(scale)]
         for factor, groups in self._factors(record, grads):
             norm, _ = measure.norm_of(groups, math.inf, scale, math.inf)
             found.append((norm * factor.to(norm.device)).float())
         record.largest = torch.stack(found).amax()
 
-    def _note(self, record: OptimizerRecord, found: measure.FoundInfs) -> None:
+    def _set_found_inf(self, record: OptimizerRecord, found: measure.FoundInfs) -> None:
         """Record found_inf for `step` and `update`."""
         if self._agreement is not None or not found:  # a step without gradients counts as finite
-            scale = self._made_scale()
+            scale = self._existing_scale()
             found = {scale.device: measure.combine(found.values(), scale)}
         record.found_inf_per_device, record.is_reduced = found, self._agreement is None
 
     def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
         if self._agreement is not None:
             # Callers decide by the flags, so they are made the same on all ranks.
-            self._agree("_found_inf_per_device")
+            self._reduce_found_inf("_found_inf_per_device")
         record = self._iteration.records.get(id(optimizer))
         return {} if record is None else record.found_inf_per_device
 
@@ -638,7 +639,7 @@ class GradScaler(torch.amp.GradScaler):
         has_unscaled = self._optimizers.shared.unscaled and self._has_unscaled(grads.params)
         in_fp32 = norm_type != math.inf and any(map(measure.needs_unscaling, grads.groups))
         if record.state.awaits_unscaling and (has_unscaled or in_fp32 or self._replaces_unscaling()):
-            self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
+            self._unscale(record, allow_fp16=allow_fp16, allows_unscale_call=True)
             grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         return grads
 
@@ -681,7 +682,7 @@ class GradScaler(torch.amp.GradScaler):
         state = record.state
         if state.awaits_unscaling and grads.has_fp16():
             # Unscaling may make an fp16 gradient infinite even if the norm is finite.
-            self._unscale(record, allow_fp16=True, may_unscale=True)
+            self._unscale(record, allow_fp16=True, allows_unscale_call=True)
             found_infs = [clip.found_inf, *record.found_inf_per_device.values()]
             clip = clip._replace(found_inf=measure.combine(found_infs, clip.found_inf))
             scaled_by = torch.ones_like(scaled_by)
@@ -693,7 +694,7 @@ class GradScaler(torch.amp.GradScaler):
         if state.awaits_unscaling and self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         # This call has unscaled, so the user still may call unscale_, unless they did before.
-        record.state = Unscaled(not isinstance(state, Unscaled) or state.may_unscale, is_clipped=True)
+        record.state = Unscaled(not isinstance(state, Unscaled) or state.allows_unscale_call, is_clipped=True)
         return clip
 
     @never_traced
@@ -740,7 +741,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_now(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
         """Unscale gradients unless they already are, and still allow the user to call `unscale_`."""
         if record.state.awaits_unscaling:
-            self._unscale(record, allow_fp16=allow_fp16, may_unscale=True)
+            self._unscale(record, allow_fp16=allow_fp16, allows_unscale_call=True)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -801,7 +802,7 @@ class GradScaler(torch.amp.GradScaler):
             if record.state.awaits_unscaling:
                 self.unscale_(optimizer)  # the public method, as in torch, because subclasses override it
             if self._agreement is not None:
-                self._agree("step")
+                self._reduce_found_inf("step")
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record.state = Stepped()
         found_infs = list(record.found_inf_per_device.values())
@@ -837,7 +838,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that unscales, clips and skips in its own step."""
-        scale, optimizer, shared = self._made_scale(), record.optimizer, self._optimizers.shared
+        scale, optimizer, shared = self._existing_scale(), record.optimizer, self._optimizers.shared
         if record.state.awaits_unscaling and shared.unscaled and self._has_unscaled(params_of(optimizer)):
             # One grad_scale applies to all its gradients, but some are already unscaled.
             self._unscale(record, allow_fp16=True)
@@ -846,7 +847,7 @@ class GradScaler(torch.amp.GradScaler):
             self._check_inf_per_device(optimizer)
             state = record.state
         if self._agreement is not None:
-            self._agree("step")
+            self._reduce_found_inf("step")
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
         may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)  # an accelerator decides without the host
         facts = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
@@ -880,11 +881,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._scale is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
-        scale, record = self._made_scale(), self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
+        scale, record = (
+            self._existing_scale(),
+            self._iteration.records.get(id(optimizer)) or self._new_record(optimizer),
+        )
         if self._replaces_unscaling():
             # A factor of 1, as in torch: only checks them.
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
-            self._note(record, found)
+            self._set_found_inf(record, found)
             return record.found_inf_per_device
         grads = collect(record.optimizer, allow_fp16=True, agreement=self._agreement)
         if grads.repeat:  # an optimizer that writes gradients back would unscale one once per occurrence
@@ -900,7 +904,7 @@ class GradScaler(torch.amp.GradScaler):
             # The result of clipping still counts, as it does for other optimizers.
             flags = [*record.found_inf_per_device.values(), *found.values()]
             found = {scale.device: measure.combine(flags, scale)}
-        self._note(record, found)
+        self._set_found_inf(record, found)
         return record.found_inf_per_device
 
     def _grad_scale(self, record: OptimizerRecord) -> torch.Tensor | None:
@@ -972,9 +976,9 @@ class GradScaler(torch.amp.GradScaler):
         if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
             # A loss that is not finite skips the step even if the gradients are finite.
             found = record.found_inf_per_device if is_finite else {scale.device: torch.ones_like(scale)}
-            self._note(record, dict(found))
+            self._set_found_inf(record, dict(found))
         if self._agreement is not None:
-            self._agree("step")
+            self._reduce_found_inf("step")
         if self._decide_skip(record):
             raise closures.NonFiniteEvaluationError
         return loss
@@ -1006,7 +1010,8 @@ class GradScaler(torch.amp.GradScaler):
                 scaler's type of device, which is read on the host. The growth tracker does not change.
 
         Raises:
-            RuntimeError: Called before the first `scale()`, or without `new_scale` if nothing was stepped or unscaled.
+            RuntimeError: Called before the first `scale()`, or without `new_scale` if nothing was stepped, unscaled or
+                skipped with `skip()`.
             TypeError: `new_scale` is neither a number nor such a tensor.
             ValueError: `new_scale` is below 2**-126 or not finite in fp32.
         """
@@ -1016,7 +1021,7 @@ class GradScaler(torch.amp.GradScaler):
         for observer in OBSERVERS:
             observer.updating(self, is_set=number is not None)
         if self._agreement is not None:
-            self._agree("update")
+            self._reduce_found_inf("update")
         iteration, outcomes = self._iteration, self._outcomes
         found_infs: list[torch.Tensor] = []
         steps = []
@@ -1092,7 +1097,7 @@ class GradScaler(torch.amp.GradScaler):
             loss_is_nonfinite, largest = self._agreement.maxima([loss_is_nonfinite, known], call)
         return IterationFacts(found_inf, loss_is_nonfinite.float(), largest.float())
 
-    def _agree(self, call: str) -> None:
+    def _reduce_found_inf(self, call: str) -> None:
         """Reduce over the ranks all found_inf that are not yet reduced, in one collective for all optimizers."""
         assert self._agreement is not None
         records = [record for record in self._iteration.records.values() if not record.is_reduced]

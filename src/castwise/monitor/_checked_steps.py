@@ -27,7 +27,8 @@ OnFault = Callable[[torch.optim.Optimizer, Checked], object]
 class CheckedSteps:
     """Checks each step before it is taken, and calls a function if a loss or a gradient is not finite.
 
-    Once an earlier fault has spoilt the weights, the function is not called any more.
+    Once an earlier fault has spoilt the weights, the function is called only for ranks that agree; `Checked.is_known`
+    says so then.
 
     A step that calls a closure is checked after the closure. On an accelerator nothing waits, so the result is known
     later and the function is not called, unless steps are skipped.

@@ -22,7 +22,7 @@ Headers: TypeAlias = list[tuple[int, ...] | None]
 """The numbers of each rank, in order of the ranks; None for a rank that has nothing."""
 
 _NUMBERS = 4  # of a header, after subject, step and whether there are any
-_STOPPED = 1 << 40  # added to the count of ranks that have come by a rank that waits no longer
+_STOPPED = 1 << 40  # a rank that gives up adds this to the number of ranks that came
 _NAMED = 10
 _ALONE = "if it was busy alone, as with a validation, let the other ranks wait for it: torch.distributed.barrier()"
 _OF_PARENT: list[Any] = []  # groups in a forked process: destroying one would wait for its threads, which are not there
@@ -125,7 +125,9 @@ class Exchange:
     # -- exchanges -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def at(self, subject: str, step: int, numbers: Sequence[int] | None) -> Iterator[Headers]:
+    def at(
+        self, subject: str, step: int, numbers: Sequence[int] | None, limit: float | None = None
+    ) -> Iterator[Headers]:
         """Exchange headers. Inside the block, all ranks call the other methods in the same order.
 
         Args:
@@ -133,6 +135,7 @@ class Exchange:
             step: Number of the step, the same on all ranks.
             numbers: Up to four integers of 64 bits, which all ranks get; None if this rank has nothing. It joins the
                 other calls nevertheless.
+            limit: The longest that a rank waits for the others, in seconds, instead of `LIMIT`.
 
         Raises:
             NoExchangeError: The exchange is over, because of a rank or of an error in the block, or since an earlier
@@ -143,7 +146,7 @@ class Exchange:
         if os.getpid() != self._process:  # without gloo's threads, every wait would be for ever
             raise NoExchangeError("this process was forked from a rank")
         try:
-            self._begin()
+            self._begin(limit)
             yield self._headers(subject, step, numbers)
         except Exception as error:
             self._over = self._stop(error, step)
@@ -155,7 +158,8 @@ class Exchange:
     def maximum_of_step(self, step: int, tensor: torch.Tensor, limit: float | None = None) -> None:
         """Replace a tensor on all ranks by the elementwise maximum: one small collective, for use in every step.
 
-        Outside `at`, and without its look at the store and its check that all ranks are at the same step.
+        After the first call it does without the look of `at` at the store, and without its check that all ranks are at
+        the same step.
 
         Args:
             step: Number of the step, for the text of an error.
@@ -166,25 +170,23 @@ class Exchange:
             NoExchangeError: See `at`.
         """
         if self._group is None or self._over is not None or os.getpid() != self._process:
-            with self.at("the first maximum", step, None):
+            with self.at("the first maximum", step, None, limit):
                 self.maximum(tensor)
             return
-        self._count += 1
-        self._began = time.monotonic() + (LIMIT if limit is None else limit) - LIMIT
+        self._began, self._limit = time.monotonic(), LIMIT if limit is None else limit
         try:
-            self.maximum(tensor, limit)
+            self.maximum(tensor)
         except Exception as error:
             self._over = self._stop(error, step)
             raise self._over from error
 
-    def maximum(self, tensor: torch.Tensor, limit: float | None = None) -> None:
+    def maximum(self, tensor: torch.Tensor) -> None:
         """Replace a tensor on all ranks by the elementwise maximum.
 
         Args:
             tensor: A contiguous tensor on the CPU of the same shape and dtype on all ranks, as in all methods here.
-            limit: The longest that a rank waits for the others, in seconds, instead of `LIMIT`.
         """
-        self._wait_for("allreduce", _dist.AllreduceOptions(), [tensor], limit=limit, reduceOp=dist.ReduceOp.MAX)
+        self._wait_for("allreduce", _dist.AllreduceOptions(), [tensor], reduceOp=dist.ReduceOp.MAX)
 
     def sum_on_first(self, tensor: torch.Tensor) -> None:
         """Replace a tensor on rank 0 by the sum over all ranks. On other ranks its values are undefined then."""
@@ -215,9 +217,9 @@ class Exchange:
                 self._store.set(self._key(self.rank), "left")
         self._group = None
 
-    def _begin(self) -> None:
+    def _begin(self, limit: float | None) -> None:
         self._count += 1
-        self._began = time.monotonic()
+        self._began, self._limit = time.monotonic(), LIMIT if limit is None else limit
         with _connection():
             self._enter()
 
@@ -228,7 +230,7 @@ class Exchange:
         if self._group is None:
             store = _dist.PrefixStore("gloo", self._store)
             # At the first exchange, because creating it waits for all ranks.
-            self._group = _dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=LIMIT))
+            self._group = _dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self._limit))
 
     def _headers(self, subject: str, step: int, numbers: Sequence[int] | None) -> Headers:
         padded = [*(numbers or ()), *[0] * (_NUMBERS - len(numbers or ()))]
@@ -250,10 +252,8 @@ class Exchange:
     def _reduce(self, tensor: torch.Tensor, operation: Any) -> None:
         self._wait_for("reduce", dist.ReduceOptions(), [tensor], reduceOp=operation, rootRank=0)
 
-    def _wait_for(
-        self, collective: str, options: Any, *tensors: Any, limit: float | None = None, **settings: Any
-    ) -> None:
-        options.timeout = timedelta(seconds=LIMIT if limit is None else limit)
+    def _wait_for(self, collective: str, options: Any, *tensors: Any, **settings: Any) -> None:
+        options.timeout = timedelta(seconds=self._limit)
         for name, value in settings.items():
             setattr(options, name, value)
         with _connection():
@@ -293,7 +293,7 @@ class Exchange:
 
     def _cause(self, error: Exception, step: int) -> NoExchangeError:
         """Find the ranks that have not come, have left or do not answer; ranks that are late get a moment more."""
-        is_timeout = time.monotonic() >= self._began + LIMIT
+        is_timeout = time.monotonic() >= self._began + self._limit
         give_up = time.monotonic() + LIMIT / 10
         while True:
             states = [state.decode() for state in self._store.multi_get([*map(self._key, range(self.size))])]
@@ -308,7 +308,7 @@ class Exchange:
             return NoExchangeError(f"{ranks_text(left)} stopped monitoring before step {step}")
         if absent or silent:
             text = f"no answer from {ranks_text(absent or silent)}"
-            waited = f" for {LIMIT:g} s at step {step}; {_ALONE}" if is_timeout else f" at step {step}"
+            waited = f" for {self._limit:g} s at step {step}; {_ALONE}" if is_timeout else f" at step {step}"
             return NoExchangeError(text + waited)
         return NoExchangeError(f"the ranks lost their connection at step {step}: {_first_line(error)}")
 

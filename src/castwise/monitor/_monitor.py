@@ -83,7 +83,7 @@ class Monitor:
     The monitor also finds mixed-precision mistakes in the script and warns about each once, with file and line
     (`MixedPrecisionMistake`). The manual's page on `castwise run` lists them, including those found only there. This
     hooks the parameters in the first iterations and in two of every 50 after, and puts one hook on the model (three
-    with `on_nonfinite`). Between samples there are no other hooks, and nothing is read. Gradients stay plain tensors.
+    with `on_nonfinite`). Other modules have hooks in samples only. Gradients stay plain tensors.
     Module hooks are removed where they would change what torch does: in a `nn.TransformerEncoderLayer` that runs as one
     kernel, and for `torch.compile`. So outputs of compiled modules are not recorded, and to replay batches of a model
     that is compiled as a whole, pass the object that `torch.compile` returns.
@@ -96,8 +96,9 @@ class Monitor:
     With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
     steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
     `every` and the same step numbers. A process waits at most 10 s in `attach`, and once for about 10 s in a step;
-    twice as long if faults of an FSDP2 model are diagnosed. After that, each warns with the cause, and the first
-    records itself alone. The manual's page on ranks has details.
+    where faults of an FSDP2 model are diagnosed, twice as long in `attach`, and in each step as long as the training's
+    own collectives would: up to 10 minutes. After that, each warns with the cause, and the first records itself alone.
+    The manual's page on ranks has details.
 
     Args:
         model: The trained model, or its wrapper; records use the names without wrappers.
@@ -175,7 +176,7 @@ class Monitor:
         self._recording = _recording_of(model, self._steps) if on_nonfinite else None
         self._weights = _earlier_weights() if snapshots else None
         self._is_checked = (on_nonfinite is not None or spikes) and not self._steps.is_scaled
-        self._skips_faults = self._is_late = self._has_lost_weights = False
+        self._skips_faults = self._is_late = self._has_lost_weights = False  # the first is set by `_LocalMonitor`
         self._guard = Guard()
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
@@ -586,7 +587,7 @@ class Monitor:
             return self._diagnosed(facts, batches, weights_of) if is_wanted and is_gathered else None
 
     def _is_wanted(self, cause: Cause) -> bool:
-        """Return True if a step with this cause is to be diagnosed."""
+        """Return True if a step with this cause is to be diagnosed; under `castwise run` only some are."""
         return True
 
     def _note_alone(self, step: int) -> None:

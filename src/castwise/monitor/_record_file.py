@@ -51,7 +51,7 @@ class _Line(NamedTuple):
 class RecordFile:
     """Appends records to a file, each as a gzip member of one line in one unbuffered write.
 
-    * A killed process loses at most the record that it is writing.
+    * A killed process loses at most the record that it is writing, and those that a full disk has not taken.
     * A file that castwise has not written is never changed.
     * A second writer of one file, in any process, gets a file beside it: `runs/x-2/monitor.jsonl.gz`.
     * A forked child that trains writes beside its parent's file: `runs/x-process71/monitor.jsonl.gz`.

@@ -448,7 +448,7 @@ class Stats(Part):
 
 @dataclass(frozen=True)
 class Update(Part):
-    """How far a step moved a parameter; see `updates.update_of`."""
+    """How far a step moved a parameter; see `_updates.update_of`."""
 
     update_to_weight: float
     lost_in_bf16: float
@@ -480,7 +480,7 @@ class QuantizedLayer(Part):
 
 @dataclass(frozen=True)
 class SampleRecord(Record):
-    """Statistics of a sampled step; see `sample.sample_record`."""
+    """Statistics of a sampled step; see `_sample.sample_record`."""
 
     kind = "sample"
     step: int
@@ -548,7 +548,7 @@ def _fitted(where: str, given: Mapping[str, Stats], scale: float) -> Mapping[str
 
 @dataclass(frozen=True)
 class DiagnosisRecord(Record):
-    """What the replay of a skipped step found."""
+    """What the replay of a step with an inf or NaN found."""
 
     kind = "diagnosis"
     step: int

@@ -24,8 +24,8 @@ class Layout:
     """Names of what ranks have measured, in the order of their numbers in `Packed`.
 
     Args:
-        gradients: By parameter the number of distinct parts (see `shards.Part`), and the shape of all parts together if
-            it is known.
+        gradients: By parameter the number of distinct parts (see `_local_shards.Part`), and the shape of all parts
+            together if it is known.
         modules: Names of the parameters that each module owns.
         activations, updates, left_out: Names of modules and of parameters.
     """

@@ -161,7 +161,7 @@ def join_attempts(runs: Sequence[Run]) -> list[Run]:
 def _joined(attempts: Sequence[Run]) -> Run:
     if len(attempts) == 1:
         return attempts[0]
-    joined = replace(attempts[-1], steps=[], samples=[], diagnoses=[], mistakes=[], alone=[], lost=0)
+    joined = replace(attempts[-1], steps=[], samples=[], diagnoses=[], mistakes=[], invariants=[], alone=[], lost=0)
     joined.settings = {**joined.settings, "attempts": len(attempts)}
     for attempt in attempts:
         last, first = (run.steps[at].step if run.steps else 0 for run, at in ((joined, -1), (attempt, 0)))

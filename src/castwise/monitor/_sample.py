@@ -199,7 +199,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
             within one if the scale is not a power of two (see `Tally.divided_by`); the rest is exact.
         owned: Names of the parameters that each module owns.
         activations: Results of `Tally.stats` for modules' outputs, which are not scaled.
-        weights: Results of `updates.update_of` by parameter.
+        weights: Results of `_updates.update_of` by parameter.
         quantized: Results of `QuantizedSample.layers` on rank 0; only if layers have 8-bit or 4-bit recipes.
     """
     gradients = found.gradients

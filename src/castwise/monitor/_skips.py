@@ -12,7 +12,7 @@ from castwise.monitor._records import DiagnosisRecord
 PARAMETERS_NAMED = 8
 """The number of parameters that a record names; the first of all ranks are among the first of each."""
 # The most specific cause first: the one with evidence on a rank wins.
-_BY_WEIGHT = (
+_MOST_SPECIFIC_FIRST = (
     *(causes.NONFINITE_WEIGHTS, causes.NONFINITE_LOSS, causes.OVERFLOW, causes.NONFINITE_GRADIENTS),
     *(causes.UNKNOWN, causes.ANOTHER_RANK),
 )
@@ -20,7 +20,7 @@ _BY_WEIGHT = (
 
 @dataclass(frozen=True)
 class Skip:
-    """A skipped step, as known to one rank or to all ranks together.
+    """A step that was skipped, or was taken with an inf or NaN, as known to one rank or to all ranks together.
 
     Args:
         cause: One of `castwise.monitor._causes`.
@@ -43,7 +43,7 @@ class Skip:
     def from_numbers(cls, cause: int, rest: bytes) -> Skip:
         """Return the skip that a rank has sent."""
         parameters, diagnoses = json.loads(rest) if rest else ((), ())
-        return cls(_BY_WEIGHT[cause], tuple(parameters), tuple(map(DiagnosisRecord.from_json, diagnoses)))
+        return cls(_MOST_SPECIFIC_FIRST[cause], tuple(parameters), tuple(map(DiagnosisRecord.from_json, diagnoses)))
 
 
 def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
@@ -69,7 +69,7 @@ def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
 
 
 def _place(cause: str) -> int:
-    return _BY_WEIGHT.index(cause if cause in _BY_WEIGHT else causes.UNKNOWN)
+    return _MOST_SPECIFIC_FIRST.index(cause if cause in _MOST_SPECIFIC_FIRST else causes.UNKNOWN)
 
 
 def _diagnoses(at_fault: Mapping[int, Skip], size: int, cause: str) -> list[DiagnosisRecord]:

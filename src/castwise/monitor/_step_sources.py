@@ -96,7 +96,7 @@ class ScaledSteps:
 
     def scale_and_loss(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the scale, and the sum of this iteration's losses if there are any: fp32, shape (), on its device."""
-        scale = self._scaler._made_scale()
+        scale = self._scaler._existing_scale()
         return scale, self._scaler._iteration.loss(scale.device)
 
 

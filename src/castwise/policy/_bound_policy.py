@@ -21,7 +21,7 @@ from castwise.amp._thread_state import THREAD
 from castwise.policy import _op_rules as op_rules
 from castwise.policy._casting import cast_floats
 from castwise.policy._module_rules import Decision, decide, is_never_called
-from castwise.policy._policy_state import Again, Forwards, State, exit_if_entered
+from castwise.policy._policy_state import Again, NodeRanges, State, exit_if_entered
 from castwise.policy._ruled_forward import LOW_PRECISION, Rule, RuledForward, other_forward
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class BoundPolicy:
         self.key = f"policy {next(_numbers)}"
         self.is_bound = True
         self._has_rules = bool(policy.modules or self.op_rules)
-        self.forwards = Forwards()
+        self.node_ranges = NodeRanges()
         self._ruled: list[RuledForward] = []
         rules = list(self._rules(decisions))  # first, so that a backend error leaves the model unchanged
         for decision in decisions:
@@ -214,7 +214,7 @@ class BoundPolicy:
                 backwards.__enter__()
             return state, mode, backwards, graph_nodes_made()
         except BaseException:
-            # It returns None once the setting is no longer the default, so the context was entered.
+            # backwards_without_autocast() returns None once the setting is no longer the default: it was entered.
             if backwards is not None and backwards_without_autocast() is None:
                 backwards.__exit__(None, None, None)
             if mode is not None:
@@ -234,12 +234,12 @@ class BoundPolicy:
             backwards.__exit__(None, None, None)
         if mode is not None:
             mode.__exit__(None, None, None)
-        self.forwards.add(start, state.device, (state.enabled, state.dtype), state)
+        self.node_ranges.add(start, state.device, (state.enabled, state.dtype), state)
         THREAD.state = None  # the region puts back the state of an outer one
 
 
-# Bound policies by model and policy, each with the modules the model had, by name, including wrapped ones.
 _Modules = list[tuple[str, "weakref.ref[nn.Module]", type]]
+# By model and policy, each with the modules that the model had then, by name, including wrapped ones.
 _BOUND: weakref.WeakKeyDictionary[nn.Module, dict[Policy, tuple[BoundPolicy, _Modules]]] = weakref.WeakKeyDictionary()
 
 

@@ -1,4 +1,4 @@
-"""The state of a policy while a model's modules run, and the states that forwards ran in, for when they are rerun.
+"""The state of a policy while a model's modules run, and the states of earlier forwards, for when they are rerun.
 
 Activation checkpointing reruns a forward inside a backward, outside any region. Torch restores the native state. The
 state of the policy is found from the sequence number of the autograd node that is running: regions and rules record
@@ -27,14 +27,14 @@ class ActivePolicy(Protocol):
     key: str
     op_rules: dict[Any, Any]
     dtype: torch.dtype | None
-    forwards: Forwards
+    node_ranges: NodeRanges
 
     def mode(self) -> TorchFunctionMode | None:
         """Return a new mode that applies the op rules, or None if there are none."""
 
 
 class State(NamedTuple):
-    """An active policy.
+    """The settings of a policy in a thread: of the region, or of the module that runs there.
 
     Args:
         key: The policy's key, a string because torch.compile guards on string values but not on object identity.
@@ -68,7 +68,7 @@ class State(NamedTuple):
         )
 
 
-class Forward(NamedTuple):
+class NodeRange(NamedTuple):
     """The graph nodes created while a state was active: in a region, or in the forward of a module with a rule."""
 
     start: int
@@ -79,11 +79,11 @@ class Forward(NamedTuple):
     state: State | None  # None if the policy was suspended
 
 
-class Forwards:
-    """The latest forwards of a policy's regions and modules, each with the state that it ran in."""
+class NodeRanges:
+    """The graph nodes that a policy's latest regions and modules created, each with the state that they ran in."""
 
     def __init__(self) -> None:
-        self._records: deque[Forward] = deque(maxlen=_REMEMBERED)
+        self._records: deque[NodeRange] = deque(maxlen=_REMEMBERED)
 
     @only_inlined
     def add(self, start: int | None, device: str, native: tuple[bool, torch.dtype], state: State | None) -> None:
@@ -96,25 +96,25 @@ class Forwards:
             state: The policy's state; None if the policy is not active.
         """
         if start is not None and start != (stop := graph_nodes_made()):  # without new nodes there is nothing to rerun
-            self._records.append(Forward(start, stop, THREAD.token, device, _compared(native), state))
+            self._records.append(NodeRange(start, stop, THREAD.token, device, _compared(native), state))
 
     @only_inlined
-    def rerun(self) -> Forward | None:
-        """Return the record of the forward that a backward is rerunning, if any."""
+    def rerun_now(self) -> NodeRange | None:
+        """Return the nodes of the forward that a backward is rerunning now, if any."""
         node = graph_node_running()
         if node is None:
             return None
         thread, innermost = THREAD.token, None
-        for forward in reversed(self._records.copy()):  # a copy, because other threads may append
+        for nodes in reversed(self._records.copy()):  # a copy, because other threads may append
             # On a CPU a backward runs in the caller's thread; on other devices, in a thread per device.
-            if forward.thread is not thread and forward.device == "cpu":
+            if nodes.thread is not thread and nodes.device == "cpu":
                 continue
-            if forward.stop <= node:  # in order of their ends: all earlier ones of this thread end before the node too
+            if nodes.stop <= node:  # in order of their ends: all earlier ones of this thread end before the node too
                 break
             # Of nested records, use the one in which the checkpoint was created: its native state has been restored.
-            is_inner = forward.start <= node and (innermost is None or forward.start >= innermost.start)
-            if is_inner and forward.native == _compared(native_state_of(forward.device)[:2]):
-                innermost = forward
+            is_inner = nodes.start <= node and (innermost is None or nodes.start >= innermost.start)
+            if is_inner and nodes.native == _compared(native_state_of(nodes.device)[:2]):
+                innermost = nodes
         return innermost
 
 

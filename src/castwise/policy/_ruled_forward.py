@@ -111,7 +111,7 @@ def other_forward(module: nn.Module) -> str | None:
     return None if forward is None else getattr(forward, "__module__", type(forward).__name__)
 
 
-class _Seen(TorchFunctionMode):
+class _BlocksFastPath(TorchFunctionMode):
     """A mode that does nothing: its presence keeps modules from taking their fast path."""
 
     @only_inlined
@@ -219,7 +219,7 @@ class RuledForward:
             try:
                 return forward(*args, **kwargs)
             finally:
-                outer.bound.forwards.add(start, outer.device, native[:2], None)
+                outer.bound.node_ranges.add(start, outer.device, native[:2], None)
         if rule.recipe is not None and len(args) + len(kwargs) == 1:
             input = args[0] if args else kwargs.get("input")  # None has nn.Linear raise its own error
             # Integer and fp64 inputs run as without a recipe.
@@ -245,9 +245,9 @@ class RuledForward:
         """Return the state around the module; when checkpointing reruns it, that of its forward, and a mode for it."""
         outer = THREAD.state
         if (outer is None or not outer.again) and is_backward_running():
-            # Of several policies on the module, the one whose record began last.
-            forwards = [forward for rule in self.rules.values() if (forward := rule.bound.forwards.rerun())]
-            state = max(forwards, key=lambda forward: forward.start).state if forwards else None
+            # Of several policies on the module, the one whose nodes begin last.
+            ranges = [nodes for rule in self.rules.values() if (nodes := rule.bound.node_ranges.rerun_now())]
+            state = max(ranges, key=lambda nodes: nodes.start).state if ranges else None
             if state is not None:
                 return state._replace(again=True), state.bound.mode()
         return outer, None
@@ -269,8 +269,8 @@ class RuledForward:
             try:
                 # Op rules have a mode of their own, which blocks the fast path as well.
                 if rule.fast_path is False and not outer.bound.op_rules:
-                    mode = _Seen()
-                elif rule.fast_path and mode is None:  # and is hidden here, because it would block it
+                    mode = _BlocksFastPath()
+                elif rule.fast_path and mode is None:  # no op rule concerns the module: its fast path may run
                     changes.hide(op_rules.innermost_mode(outer.bound))
                 THREAD.state = state
                 if mode is not None:
@@ -285,7 +285,7 @@ class RuledForward:
                 changes.put_back(is_entered, sets_native=rule.precision is not None)
                 # Otherwise the state is the one around it, whose record covers these nodes.
                 if rule.precision is not None:
-                    outer.bound.forwards.add(start, outer.device, (state.enabled, state.dtype), state)
+                    outer.bound.node_ranges.add(start, outer.device, (state.enabled, state.dtype), state)
         except BaseException:
             changes.put_back()  # an interrupt may have come while they were put back
             raise
@@ -306,7 +306,7 @@ class RuledForward:
             # Torch checks for a mode, which Dynamo does not see, and for CUDA autocast on any device, which it does.
             cuda = native_state_of("cuda")
         elif rule.fast_path is False and not outer.bound.op_rules:
-            seen = _Seen()
+            seen = _BlocksFastPath()
         if rule.precision == "float32" and self.has_low_weights:
             widening = _Fp32Weights()
         before, native = THREAD.state, native_state_of(outer.device)

@@ -103,7 +103,7 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
             schedule=schedule,
             allow_fp16_gradients=True,
         )
-        self._agree_with(Agreement(process_group, self._device, pipeline_stages))
+        self._set_agreement(Agreement(process_group, self._device, pipeline_stages))
 
     @property
     def process_group(self) -> Ranks | None:  # type: ignore[override]  # torch's is a variable and takes no mesh
