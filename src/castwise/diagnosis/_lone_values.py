@@ -1,4 +1,4 @@
-"""Lines at which torch has computed the std of a single value, which is NaN, outside of any graph."""
+"""Lines at which torch has computed the std of a single value, which is NaN, outside any graph."""
 
 from __future__ import annotations
 
