@@ -74,6 +74,7 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.broken_scripts
 	$(BIN)/python -m benchmarks.checked_changes
 	$(BIN)/python -m benchmarks.bisected
+	$(BIN)/python -m benchmarks.check_cost
 	$(BIN)/python -m benchmarks.planted_precision
 	$(BIN)/python -m benchmarks.planted_spikes
 	$(BIN)/python -m benchmarks.tune

@@ -61,7 +61,9 @@ def write(pair: str, answers: dict[str, Any]) -> None:
     known = json.loads(RESULT.read_text())["programs"] if RESULT.exists() else {}
     programs = {each: answers if each == pair else known[each] for each in EVERY if each == pair or each in known}
     machine = recording.machine() | {"command": "python -m benchmarks.checked_changes"}
-    about = {"machine": machine, "all": summed(programs), "programs": programs}
+    of_dtype = {dtype: [name for name in programs if name.endswith(f"-{dtype}")] for dtype in DTYPES}
+    dtypes = {dtype: summed({name: programs[name] for name in names}) for dtype, names in of_dtype.items()}
+    about = {"machine": machine, "all": summed(programs), "dtypes": dtypes, "programs": programs}
     recording.write(RESULT.stem, about, table(about))
 
 
@@ -157,7 +159,8 @@ def counted(answers: dict[str, Any]) -> dict[str, dict[str, int]]:
         "rewrites": [is_right("same", one) for one in same],
         "bugs": [is_right("wrong", one) for one in wrong],
         "named": [one["is_named"] for one in found],
-        "losses_of_precision": [is_right("less accurate", one) for one in less],
+        # What leaves all bits as they are, such as a cast that autocast makes anyway, loses nothing.
+        "losses_of_precision": [is_right("less accurate", one) for one in less if one["kind"] != "identical"],
         "by_weights": [one["weights"] > max(other["weights"] for other in same) for one in wrong],
         "by_losses": [one["losses"] > max(other["losses"] for other in same) for one in wrong],
     }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
@@ -40,7 +43,24 @@ def test_answers_are_those_of_the_check_and_how_far_weights_and_losses_are() -> 
     assert answers["same"][0]["weights"] < answers["wrong"][0]["weights"]
     counts = checked_changes.counted(answers)
     assert counts == {column: {"right": 1, "of": 1} for column in checked_changes.COLUMNS}
+    bits = {"less accurate": [{**answers["less accurate"][0], "kind": "identical"}]}
+    assert checked_changes.counted(answers | bits)["losses_of_precision"] == {"right": 0, "of": 0}
     lost = [{**answers["same"][0], "kind": "different"}]
     assert checked_changes.counted(answers | {"same": lost})["rewrites"] == {"right": 0, "of": 1}
     both = checked_changes.summed({"one": answers, "other": answers | {"same": lost}})
     assert (both["rewrites"], both["bugs"]) == ({"right": 1, "of": 2}, {"right": 2, "of": 2})
+
+
+def test_a_record_grows_by_one_program_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {"kind": "identical", "weights": 0.0, "losses": 0.0, "is_named": False}
+    answers = {kind: [one] for kind in KINDS}
+    (tmp_path / "results").mkdir()
+    (tmp_path / "README.md").write_text("<!-- changes begins -->\n<!-- changes ends -->\n")
+    monkeypatch.setattr(checked_changes.recording, "HERE", tmp_path)
+    monkeypatch.setattr(checked_changes, "RESULT", tmp_path / "results" / "changes.json")
+    for pair in ("cnn-float32", "gpt-float32", "cnn-float32"):
+        checked_changes.write(pair, answers)
+    record = json.loads(checked_changes.RESULT.read_text())
+    assert [*record["programs"]] == ["gpt-float32", "cnn-float32"]
+    assert record["all"]["rewrites"] == {"right": 2, "of": 2}
+    assert checked_changes.table(record) in (tmp_path / "README.md").read_text()

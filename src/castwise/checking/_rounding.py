@@ -74,7 +74,7 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         draws = torch.rand(value.shape, generator=self._generator(value.device), dtype=wide, device=value.device)
         # A step in the same dtype is rounded back to nothing half of the time unless it is twice as large.
         unit = UNITS[value.dtype] * (2 if wide == value.dtype else 1)
-        return (value.to(wide) * (1 + (draws * 2 - 1) * unit)).to(value.dtype)
+        return draws.mul_(2).sub_(1).mul_(unit).add_(1).mul_(value).to(value.dtype)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
