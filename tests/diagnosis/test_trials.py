@@ -90,6 +90,15 @@ def test_weights_in_fp16_are_tried_in_fp32_because_no_policy_widens_them(
     )
 
 
+def test_in_a_region_weights_in_fp16_leave_the_policy_untried() -> None:
+    model = between(lambda x: x * 300 * 300)
+    model[2].half()  # type: ignore[operator]
+    found = in_fp16(model, X)
+    assert (found.module, found.remedy) == ("1", "float32")
+    assert found.advice.startswith("keep 1 in fp32: castwise.autocast(")
+    assert found.tried == "untried: some weights are in other formats than fp32"
+
+
 def test_where_no_format_helps_the_sample_is_named() -> None:
     x = X.clone()
     x[5] *= 1e20

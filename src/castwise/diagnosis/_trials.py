@@ -168,7 +168,7 @@ class _Trials:
         if self._birth.module is None:
             return Tried(help_, "untried: it changes the code of the loss")
         if any(param.dtype is not torch.float32 for _, _, param in named_parameters(self._case.model)):
-            return self._with_weights_in_float32()
+            return self._with_weights_in_float32(help_)
         modules = [self._birth.module] if self._birth.module else []
         while modules:
             run = self._run(around=lambda: self._in_fp32(modules))
@@ -208,17 +208,19 @@ class _Trials:
         code = f'{OF_REGION}\nwith torch.autocast("{self._device}", enabled=False):'
         return Tried(Help("float32", advice, code), "finite")
 
-    def _with_weights_in_float32(self) -> Tried:
-        """Try fp32 where weights are in other formats, in which no rule of a policy computes in fp32."""
-        model = self._case.model
-        help_ = keep_weights_in_float32(model, low_precision(self._birth))
-        if any(fsdp_mixed_precision(module) for module in model.modules()):
+    def _with_weights_in_float32(self, help_: Help) -> Tried:
+        """Try all of the model in fp32 where weights are in other formats, which no rule of a policy widens."""
+        model, is_cast = self._case.model, False
+        of_policy, help_ = help_, keep_weights_in_float32(model, low_precision(self._birth))
+        if any(getattr(fsdp_mixed_precision(module), "param_dtype", None) for module in model.modules()):
             return Tried(help_, "untried: FSDP2 casts the inputs of each of its units")
         if self._device_types != ["cpu"]:
-            return Tried(help_, "untried: it needs a copy of the weights")
+            return Tried(of_policy, "untried: some weights are in other formats than fp32")
 
         @contextmanager
         def widened() -> Iterator[None]:
+            nonlocal is_cast
+            is_cast = torch.is_autocast_enabled("cpu")
             for module in model.modules():  # `unchanged` puts back what they had
                 _widen(parameters_in(module))
                 _widen(buffers_in(module))
@@ -226,6 +228,8 @@ class _Trials:
                 yield
 
         run = self._run(around=widened)
+        if is_cast:  # the op may be in low precision for the region, and not for its weights
+            return Tried(of_policy, "untried: some weights are in other formats than fp32")
         if run.outcome == "unknown":
             return Tried(help_, "untried: the forward cannot be run so")
         if run.outcome == "not finite":
