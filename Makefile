@@ -77,6 +77,7 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.check_cost
 	$(BIN)/python -m benchmarks.planted_precision
 	$(BIN)/python -m benchmarks.planted_spikes
+	$(BIN)/python -m benchmarks.watching_cost
 	$(BIN)/python -m benchmarks.tune
 	$(BIN)/python -m benchmarks.recipes
 	$(BIN)/python -m benchmarks.gradient_exponents

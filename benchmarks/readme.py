@@ -33,6 +33,11 @@ def figures(docs: str) -> str:
     inference = result("weight_cache")["cases"]["MLP, inference, batch 1"]["torch / castwise"]
     public = result("broken_scripts")["public"].values()
     explained = sum(False not in (one["cause"], one["line"], one["remedy"]) for one in public)
+    watching = result("watching_cost")["cases"]
+    watched = [
+        f"{case['options']['castwise run']['more']:.1%} to a step of {case['cpu ms']:.0f} ms"
+        for case in (watching["long step"], watching["short step"])
+    ]
     fp32, split = (result("master_weights")["bytes per parameter"][name] for name in ("fp32 weights", "split"))
     steps = result("master_weights")["optimizer steps"]["fused AdamW"]["to fp32 weights"]["split"]["median"]
     training = result("master_weights")["training step"]["to fp32 weights"]["split"]["median"]
@@ -43,11 +48,13 @@ def figures(docs: str) -> str:
         "`WeightCache` as with `torch.autocast`.",
         f"Of {len(public)} faults that users have reported to public projects, `castwise run` names cause, line and "
         f"remedy of {explained}: [all of them]({'benchmarks/README.md' if docs else 'benchmarks.md'}), with links.",
+        f"In bf16 without a scaler, `castwise run` adds {watched[0]} and {watched[1]}, [mostly in "
+        f"Python]({docs}integrations/run.md#overhead).",
         f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
         f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
-        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}.",
-        f"A training step of a GPT takes {training:.2f} times as long with `MasterWeights`, although the step of fused "
-        f"AdamW in it takes {steps:.1f} times as long.",
+        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. "
+        f"A training step of a GPT takes {training:.2f} times as long with it, although the step of fused AdamW in it "
+        f"takes {steps:.1f} times as long.",
         "With `MasterWeights`, losses are bit for bit those of fp32 weights if [gradients are summed in fp32 and no "
         f"code reads a weight or its dtype]({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights).",
     ]

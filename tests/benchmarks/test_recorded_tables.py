@@ -25,6 +25,7 @@ TABLES = {
     "check_cost": "check_cost-cpu",
     "planted_precision": "planted_precision-cpu",
     "planted_spikes": "planted_spikes-cpu",
+    "watching_cost": "watching_cost-cpu",
     "tune": "tune-cpu",
     "torch_tests": "torch_tests",
     "core_coverage": "coverage",
