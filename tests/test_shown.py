@@ -161,6 +161,7 @@ def test_memory_is_a_dict_that_is_shown_as_a_table() -> None:
     memory = optimizer.memory()
     assert repr(memory) == repr(dict(memory))
     page = of_html(memory._repr_html_())
+    assert dict(zip(*(memory.frame()[column] for column in ("part", "count")), strict=True)) == memory
     assert all(f"{name}  " in re.sub(r"\s+", "  ", page) and f"{count:,}" in page for name, count in memory.items())
 
 
@@ -177,11 +178,15 @@ def test_frames_have_the_figures_of_the_results(results: dict[str, Any]) -> None
     assert list(results["RecordedDrift"].frame()["tokens"]) == [4]
     assert list(results["Verdict"].frame()["severity"]) == [piece.severity for piece in results["Verdict"]]
     assert list(results["Checkup"].frame()["format"])[:3] == ["fp32", "bf16", "fp16"]
+    diagnosis = results["Diagnosis"]
+    ranges = [*diagnosis.inputs, *diagnosis.outputs, *(diagnosis.in_float32 or ())]
+    assert list(diagnosis.frame()["inf"]) == [each.inf for each in ranges]
+    assert set(diagnosis.frame()["values"]) == {"input", "output", "in float32"}
 
 
 def test_without_pandas_a_frame_names_the_extra(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    for name in ("Drift", "Tuned", "RecordedDrift", "Verdict", "Checkup"):
+    for name in ("Drift", "Tuned", "RecordedDrift", "Verdict", "Checkup", "Diagnosis"):
         with pytest.raises(ImportError, match=r"frame\(\) needs pandas: pip install 'castwise\[pandas\]'"):
             results[name].frame()
 

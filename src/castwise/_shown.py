@@ -5,12 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from typing_extensions import Self
 
+from castwise._frames import new_frame
 from castwise._number_text import several
 from castwise._text_table import aligned
+
+if TYPE_CHECKING:
+    import pandas
 
 # Colours are those of the page, so that tables can be read on light and on dark ones.
 _CELL = "padding:2px 10px 2px 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
@@ -190,6 +194,14 @@ class ShownCounts(dict[str, int]):
         found = cls(counts)
         found._title = title
         return found
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each number: `part` and `count`.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        return new_frame(("part", "count"), self.items())
 
     def _repr_html_(self) -> str:
         return as_html([Table([(name, f"{count:,}") for name, count in self.items()], {1}, self._title)])

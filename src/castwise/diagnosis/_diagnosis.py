@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from castwise._frames import new_frame
 from castwise._mistakes.script_line import in_names_of_main
 from castwise._shown import Block, Code, Shown, Table
 from castwise.amp._devices import has_autocast
@@ -24,6 +25,9 @@ from castwise.diagnosis._remedies import Help, Remedy, remedy_of
 from castwise.diagnosis._trials import LOWER_RATE, Past, try_remedy
 from castwise.policy._module_rules import named_modules
 from castwise.tracing._batches import Batch, arguments_of
+
+if TYPE_CHECKING:
+    import pandas
 
 _SAMPLES_SHOWN = 4
 _CLEAN = "clean: the loss and all gradients are finite"
@@ -162,6 +166,17 @@ class Diagnosis(Shown):
 
     def _weights(self) -> str:
         return "" if self.weights_of is None else f", with the weights of step {self.weights_of:,}"
+
+    def frame(self) -> pandas.DataFrame:
+        """Return a pandas frame with a row for each range: of what ("input", "output", "in float32"), and its fields.
+
+        Raises:
+            ImportError: pandas is not installed; it comes with `castwise[pandas]`.
+        """
+        kinds = {"input": self.inputs, "output": self.outputs, "in float32": self.in_float32 or ()}
+        columns = ("dtype", "shape", "lowest", "highest", "nan", "inf")
+        rows = [(kind, *map(each.__getattribute__, columns)) for kind, ranges in kinds.items() for each in ranges]
+        return new_frame(("values", *columns), rows)
 
     def _blocks(self) -> Iterator[Block]:
         yield self._headline()
