@@ -205,6 +205,26 @@ def test_a_region_made_outside_of_the_compiled_function(made: str, backend: str)
         assert compiled(torch.ones(2, 8)).dtype is torch.float32
 
 
+def test_the_graph_of_a_backend_names_castwises_regions() -> None:
+    targets = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        targets.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    for library in (torch, castwise):
+
+        @torch.compile(backend=backend)
+        def product(x: torch.Tensor, library: Any = library) -> torch.Tensor:
+            with library.autocast("cpu", dtype=BF16):
+                return x @ x
+
+        assert product(torch.ones(2, 2)).dtype is BF16
+    modes, region = torch.amp.autocast_mode, castwise.amp._traced_region
+    assert targets[0][::2] == [modes._enter_autocast, modes._exit_autocast]
+    assert targets[1][::2] == [region.enter, region.leave]
+
+
 def test_no_graph_breaks_are_counted() -> None:
     net = Net(two_dtypes, castwise)
     explanation = torch._dynamo.explain(net)(torch.ones(2, 8))

@@ -1090,7 +1090,25 @@ def _write_stage(scaler: Any, key: int, stage: OptState) -> None:
     scaler._per_optimizer_states[key]["stage"] = stage
 
 
+def _put_back(scaler: Any, key: int) -> None:
+    states = scaler._per_optimizer_states
+    state = states.pop(key)
+    states[key] = state
+
+
+def _save_and_restore(scaler: Any, key: int) -> None:
+    states = scaler._per_optimizer_states
+    saved = dict(states)
+    states.clear()
+    states.update(saved)
+
+
+def _add_in_place(scaler: Any, key: int) -> None:
+    scaler._per_optimizer_states |= {key: dict(STEPPED)}
+
+
 FOUND = {torch.device("cpu"): torch.tensor(1.0)}
+FINITE = {torch.device("cpu"): torch.tensor(0.0)}
 STEPPED = {"stage": OptState.STEPPED, "found_inf_per_device": FOUND}
 WAYS_TO_WRITE: dict[str, Callable[[Any, int], object]] = {
     "one entry": lambda scaler, key: _write_stage(scaler, key, OptState.READY),
@@ -1100,6 +1118,9 @@ WAYS_TO_WRITE: dict[str, Callable[[Any, int], object]] = {
     "deleted": lambda scaler, key: scaler._per_optimizer_states.__delitem__(key),
     "popped": lambda scaler, key: scaler._per_optimizer_states.pop(key),
     "cleared": lambda scaler, key: scaler._per_optimizer_states.clear(),
+    "popped and put back": _put_back,
+    "saved and restored": _save_and_restore,
+    "added in place": _add_in_place,
     "all new": lambda scaler, key: setattr(scaler, "_per_optimizer_states", {key: dict(STEPPED)}),
 }
 
@@ -1131,6 +1152,27 @@ def test_after_every_way_to_write_a_state_all_goes_on_as_with_torch(way: str, is
         grads = None if others else param.grad.item()  # torch unscales a shared gradient twice
         results.append((listed.get(id(optimizer)), refused, grads, param.item()))
     assert results[0] == results[1]
+
+
+def test_states_that_a_tool_keeps_show_what_was_done_since() -> None:
+    seen = []
+    for cls in (torch.amp.GradScaler, GradScaler):
+        scaler, param = cls("cpu", init_scale=4.0), weight(1.0)
+        optimizer = torch.optim.SGD([param], lr=0.5)
+        scaler.scale(param.sum()).backward()
+        states = scaler._per_optimizer_states
+        before = bool(states), len(states), list(states), states == {}
+        scaler.unscale_(optimizer)
+        state, expected = states.get(id(optimizer)), {"stage": OptState.UNSCALED, "found_inf_per_device": FINITE}
+        assert state == expected == state.copy() == state | {} == pickle.loads(pickle.dumps(state))
+        assert states == {id(optimizer): expected} == pickle.loads(pickle.dumps(dict(states)))
+        found = id(optimizer) in states, bool(states), len(states), list(states) == [id(optimizer)]
+        listed = [(key == id(optimizer), value["stage"]) for key, value in states.items()]
+        scaler.step(optimizer)
+        seen.append((before, found, listed, states[id(optimizer)]["stage"]))
+        scaler.update()
+        assert not scaler._per_optimizer_states
+    assert seen[0] == seen[1]
 
 
 def test_to_read_a_state_begins_no_iteration() -> None:

@@ -389,6 +389,12 @@ for region in (torch.autocast, castwise.autocast):
 theirs, ours = errors
 assert str(ours).startswith(str(theirs)) and isinstance(ours, RuntimeError), ours
 assert "get_amp_supported_dtype" in str(theirs)
+try:
+    torch.autocast("ours", enabled=False)
+except AssertionError:  # although it needs nothing of the backend
+    assert not castwise.autocast("ours", enabled=False)._enabled
+else:
+    raise SystemExit("torch is right now")
 """)
     process = Python([tmp_path / "regions.py"])
     assert (process.communicate()[1], process.returncode) == ("", 0)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
+from typing_extensions import Self
 
 from castwise.amp import _torch_words as torch_words
 from castwise.amp._after_step import LastStep
@@ -147,6 +149,20 @@ class Skipped:
 State: TypeAlias = Ready | Clipped | Unscaled | Stepped | Skipped
 
 
+class StateLikeTorchs(MutableMapping[str, Any]):
+    """An optimizer's state as a mapping that is copied as torch's dictionary is."""
+
+    def copy(self) -> dict[str, Any]:
+        """Return a dictionary with what the state is now."""
+        return dict(self)
+
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(self) | dict(other)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
 def state_of(stage: object) -> State:
     """Return the state that matches a stage of torch's scaler; raise a ValueError if it is none."""
     for state in (Ready, Unscaled, Stepped):
@@ -156,7 +172,7 @@ def state_of(stage: object) -> State:
 
 
 @dataclass(slots=True, eq=False)
-class OptimizerRecord(MutableMapping[str, Any]):
+class OptimizerRecord(StateLikeTorchs):
     """An optimizer in one iteration; as a mapping, its state in torch: `stage` and `found_inf_per_device`."""
 
     optimizer: torch.optim.Optimizer
@@ -300,22 +316,42 @@ class Iteration:
                 record.before_later_loss = Snapshot(params_and_grads(record.optimizer)[1])
 
 
+def _reading(name: str) -> Any:
+    """Return a method of `dict` that first looks up what the iteration's optimizers are at."""
+    method = getattr(dict, name)
+
+    @functools.wraps(method)
+    def read(self: OptimizerStates, *arguments: Any) -> Any:
+        self.look_up()
+        return method(self, *arguments)
+
+    return read
+
+
 class OptimizerStates(defaultdict[int, Any]):
     """The states of an iteration's optimizers as in torch's class, by `id(optimizer)`. Items can be read and written.
 
-    If an optimizer has no record yet, its state is kept until there is one, because an id does not lead to it.
+    If an optimizer has no record yet, its state is kept until there is one, because an id does not lead to it. A state
+    that was deleted stays as it was, for those who hold it, and can be put back.
     """
 
-    iteration: Iteration | None = None  # None while of() fills it, and in a copy
+    iteration: Iteration | None = None  # also after it has ended; None in a copy
 
     @staticmethod
     def of(iteration: Iteration) -> OptimizerStates:
         """Return the states of an iteration."""
-        # As torch lists them; __missing__ finds the others.
-        begun = {key: record for key, record in iteration.records.items() if record.has_begun()}
-        states = OptimizerStates(UnseenState, begun | iteration.unseen)
+        states = OptimizerStates(UnseenState)
         states.iteration = iteration
         return states
+
+    def look_up(self) -> None:
+        """Take the optimizers that torch would list; `__missing__` finds the others."""
+        if self.iteration is None:
+            return
+        for key, record in self.iteration.records.items():
+            if record.has_begun():
+                dict.__setitem__(self, key, record)
+        dict.update(self, self.iteration.unseen)
 
     def __missing__(self, key: int) -> Any:
         if self.iteration is None:
@@ -327,23 +363,42 @@ class OptimizerStates(defaultdict[int, Any]):
     def __setitem__(self, key: int, state: Any) -> None:
         if self.iteration is None:
             dict.__setitem__(self, key, state)
-        else:
-            state_of(state.get("stage", OptState.READY))  # raises before anything is written
-            for name in state:
-                self[key][name] = state[name]
+            return
+        if isinstance(state, OptimizerRecord) and id(state.optimizer) == key:  # one that was deleted
+            self.iteration.records[key] = state
+            self.iteration.unseen.pop(key, None)
+            dict.__setitem__(self, key, state)
+            return
+        state_of(state.get("stage", OptState.READY))  # raises before anything is written
+        for name in state:
+            self[key][name] = state[name]
 
     def __delitem__(self, key: int) -> None:
-        if self.iteration is not None:
-            self[key].update(UnseenState())
-            self.iteration.unseen.pop(key, None)
+        self.look_up()
         dict.__delitem__(self, key)
+        if self.iteration is None:
+            return
+        self.iteration.unseen.pop(key, None)
+        record = self.iteration.records.pop(key, None)
+        if record is not None:  # as in torch, its gradients are to be unscaled
+            record.info.shared.forget(params_of(record.optimizer))
 
-    # The methods of `dict` would not call the two above.
+    def __reduce__(self) -> Any:
+        return dict, ({key: dict(state) for key, state in self.items()},)
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override, misc]  # `|` gives a plain dictionary
+        self.update(other)
+        return self
+
+    __contains__, __len__, __iter__, __eq__ = map(_reading, ("__contains__", "__len__", "__iter__", "__eq__"))
+    __hash__ = None  # type: ignore[assignment]  # as a dictionary
+    get, keys, values, items, __repr__ = map(_reading, ("get", "keys", "values", "items", "__repr__"))
+    # The methods of `dict` would not call those above.
     pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
 
-class UnseenState(MutableMapping[str, Any]):
+class UnseenState(StateLikeTorchs):
     """The state of an optimizer that has no record yet, or of its record once it has one."""
 
     def __init__(self) -> None:

@@ -538,6 +538,8 @@ class GradScaler(torch.amp.GradScaler):
 
     @_per_optimizer_states.setter
     def _per_optimizer_states(self, states: Mapping[int, Any]) -> None:
+        if isinstance(states, OptimizerStates) and states.iteration is self._iteration:  # after `|=`
+            return
         iteration = Iteration()  # an `update` written for torch's class ends an iteration with this assignment
         OptimizerStates.of(iteration).update(states)
         self._iteration = iteration
