@@ -89,19 +89,21 @@ __all__ = [
 ]
 
 
-def _find(module: str, name: str, otherwise: Any = None) -> Any:
-    """Return an attribute or submodule of a torch module, or `otherwise` if the module or the name does not exist."""
-    try:
-        found = importlib.import_module(module)
-        return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
-    except ImportError:
-        return otherwise
-
-
 @functools.cache
 def _warn_off(name: str, without: str) -> None:
     """Warn once that torch lacks a name, and of what goes without it."""
     warn(f"torch {torch.__version__} has no {name}: {without}", UserWarning)
+
+
+def _find(module: str, name: str, otherwise: Any = None, without: str = "") -> Any:
+    """Return an attribute or submodule of a torch module; if there is none, warn once, and return `otherwise`."""
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
+    except ImportError:
+        if without:
+            _warn_off(f"{module}.{name}", without)
+        return otherwise
 
 
 def _apply_to_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -119,9 +121,11 @@ def _leaves(tree: Any) -> list[Any]:
     return found
 
 
-# Without torch's functions, containers that are registered with them count as leaves.
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = _find("torch.utils._pytree", "tree_map", _apply_to_leaves)
-tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree", "tree_leaves", _leaves)
+_AS_LEAVES = "containers that are registered with torch count as one value"
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _find(
+    "torch.utils._pytree", "tree_map", _apply_to_leaves, _AS_LEAVES
+)
+tree_leaves: Callable[[Any], list[Any]] = _find("torch.utils._pytree", "tree_leaves", _leaves, _AS_LEAVES)
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -139,19 +143,31 @@ else:
         def __exit__(self, *_: object) -> None:
             pass
 
-    TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode", _NoDispatchMode)
+    TorchDispatchMode = _find(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        _NoDispatchMode,
+        "castwise.trace and castwise.diagnose see no ops",
+    )
 
-# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes. Without it, modes
-# of a user see the casts of a `WeightCache`.
-without_dispatch_modes: Callable[[], Any] = _find("torch.utils._python_dispatch", "_disable_current_modes", nullcontext)
-_is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False)
+# A context that hides ops from all dispatch modes. torch's yields the list of modes that it removes.
+_SEE_CASTS = "dispatch modes see the casts of a WeightCache"
+without_dispatch_modes: Callable[[], Any] = _find(
+    "torch.utils._python_dispatch", "_disable_current_modes", nullcontext, _SEE_CASTS
+)
+_is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False, _SEE_CASTS)
 
-# A context in which functions treat subclass tensors as plain ones. If None, gradients are not watched for misuse.
-PlainFunctions: Any = getattr(torch, "DisableTorchFunctionSubclass", None)
+# A context in which functions treat subclass tensors as plain ones.
+PlainFunctions: Any = _find(
+    "torch", "DisableTorchFunctionSubclass", None, "gradients are not watched for misuse while they are scaled"
+)
 
-# Without it, a `WeightCache` gives its copies to `torch.func` transforms, which cast by rules of their own.
+# `torch.func` transforms cast by rules of their own.
 are_functorch_transforms_active: Callable[[], bool] = _find(
-    "torch._C", "_are_functorch_transforms_active", lambda: False
+    "torch._C",
+    "_are_functorch_transforms_active",
+    lambda: False,
+    "do not use a WeightCache under torch.func, which gets its copies",
 )
 _HAS_VERSIONS = hasattr(torch.Tensor, "_version")
 # A tensor's version counter; raises a RuntimeError for inference tensors. In C, because it is read for each gradient.
@@ -345,10 +361,10 @@ def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
         engine.queue_callback(function)
 
 
-# Without these, backwards are not detected, and a forward that a checkpoint recomputes counts as a new one.
-_nodes_made: Callable[[], int] = _find("torch.autograd", "_get_sequence_nr", lambda: 0)
-_backward: Callable[[], int] = _find("torch._C", "_current_graph_task_id", lambda: -1)
-_node: Callable[[], Any] = _find("torch._C", "_current_autograd_node", lambda: None)
+_AS_NEW = "backwards are not detected, and a forward that a checkpoint recomputes counts as a new one"
+_nodes_made: Callable[[], int] = _find("torch.autograd", "_get_sequence_nr", lambda: 0, _AS_NEW)
+_backward: Callable[[], int] = _find("torch._C", "_current_graph_task_id", lambda: -1, _AS_NEW)
+_node: Callable[[], Any] = _find("torch._C", "_current_autograd_node", lambda: None, _AS_NEW)
 
 
 @only_inlined
@@ -490,8 +506,9 @@ def is_fsdp_flattened(param: torch.Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-# Without it, no function modes are detected, and they also see castwise's own ops.
-_function_modes: Callable[[], list[Any]] = _find("torch.overrides", "_get_current_function_mode_stack", list)
+_function_modes: Callable[[], list[Any]] = _find(
+    "torch.overrides", "_get_current_function_mode_stack", list, "function modes also see castwise's own ops"
+)
 
 
 @only_inlined
@@ -505,6 +522,9 @@ def is_default_device(mode: Any) -> bool:
     return type(mode).__module__.startswith("torch.") and isinstance(getattr(mode, "device", None), torch.device)
 
 
+_WITHOUT_REGIONS = "exported programs run without the regions of castwise"
+
+
 @only_inlined
 def _exporting_mode() -> Any:
     """Return the mode with which `torch.export` records calls that are not ops; None outside an export."""
@@ -514,19 +534,24 @@ def _exporting_mode() -> Any:
         return None
     recorder = getattr(proxy_tensor, "PreDispatchTorchFunctionMode", None)
     if recorder is None:
-        _warn_off("PreDispatchTorchFunctionMode", "exported programs run without the regions of castwise")
+        _warn_off("PreDispatchTorchFunctionMode", _WITHOUT_REGIONS)
         return None
     return next((mode for mode in function_modes() if isinstance(mode, recorder)), None)
 
 
 @only_inlined
 def _record(name: str, args: tuple[object, ...]) -> Any:
-    """Return the new node of the graph; None outside an export. Without the name, the graph has no regions."""
-    mode, function = _exporting_mode(), getattr(torch.amp, name, None)
-    if mode is None or function is None:
+    """Return the new node of the graph; None outside an export, and if torch lacks one of the names."""
+    mode = _exporting_mode()
+    if mode is None:
         return None
     # An exported program must run without castwise, so its graph gets torch's own node.
-    return mode.__torch_function__(function, (), args)
+    functions = {each: getattr(torch.amp, each, None) for each in ("_enter_autocast", "_exit_autocast")}
+    for each, function in functions.items():
+        if function is None:  # one without the other would not be a region
+            _warn_off(f"torch.amp.{each}", _WITHOUT_REGIONS)
+            return None
+    return mode.__torch_function__(functions[name], (), args)
 
 
 record_enter_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "_enter_autocast")
@@ -636,7 +661,11 @@ def on_collective(function: Callable[[Iterable[torch.Tensor]], object]) -> None:
     _kernels.append(library)
 
 
-# What iterates over a `DataLoader`, and its method that draws the indices of a batch. Without them, a diagnosis says
-# which sample of a batch is at fault, and not its index in the dataset.
-DataLoaderIterator: Any = _find("torch.utils.data.dataloader", "_BaseDataLoaderIter", object)
+# What iterates over a `DataLoader`, and its method that draws the indices of a batch.
+DataLoaderIterator: Any = _find(
+    "torch.utils.data.dataloader",
+    "_BaseDataLoaderIter",
+    object,
+    "a diagnosis names the sample of a batch and not its index in the dataset",
+)
 NEXT_INDEX = "_next_index"
