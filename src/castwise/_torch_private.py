@@ -170,10 +170,14 @@ are_functorch_transforms_active: Callable[[], bool] = _find(
     "do not use a WeightCache under torch.func, which gets its copies",
 )
 _HAS_VERSIONS = hasattr(torch.Tensor, "_version")
+if not _HAS_VERSIONS:
+    _warn_off(
+        "torch.Tensor._version",
+        "changes to gradients after clipping are not detected, and a WeightCache keeps no casts",
+    )
 # A tensor's version counter; raises a RuntimeError for inference tensors. In C, because it is read for each gradient.
-# Without it, changes to gradients after clipping are not detected.
 counted_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version") if _HAS_VERSIONS else lambda _: 0
-# The same for weights. Without it, every read counts as a write, so stale copies are never used.
+# The same for weights. Without it, every read counts as a write.
 writes_to = counted_version if _HAS_VERSIONS else functools.partial(lambda count, _: next(count), itertools.count())
 
 # In C, because each region calls it. None has no `__torch_function__`, so the result depends on the modes alone.
@@ -355,9 +359,11 @@ def backwards_have_state_around() -> bool:
 
 
 def at_the_end_of_this_backward(function: Callable[[], None]) -> None:
-    """From a hook, have autograd call a function at the end of the current backward; never, if torch lacks the name."""
+    """From a hook, have autograd call a function at the end of the current backward."""
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-    if engine is not None:
+    if engine is None:
+        _warn_off("torch.autograd.Variable._execution_engine", "some mistakes around a backward are not found")
+    else:
         engine.queue_callback(function)
 
 

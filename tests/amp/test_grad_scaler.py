@@ -1154,6 +1154,18 @@ def test_after_every_way_to_write_a_state_all_goes_on_as_with_torch(way: str, is
     assert results[0] == results[1]
 
 
+def test_a_gradient_of_two_optimizers_is_unscaled_once_also_if_a_state_is_put_back() -> None:
+    scaler, param = GradScaler("cpu", init_scale=4.0), weight(1.0)
+    first, second = (torch.optim.SGD([param], lr=0.0) for _ in range(2))
+    scaler.scale(param.sum()).backward()
+    scaler.unscale_(first)
+    states = scaler._per_optimizer_states
+    states[id(first)] = states.pop(id(first))
+    scaler.step(second)
+    assert param.grad is not None
+    assert param.grad.item() == 1.0
+
+
 def test_states_that_a_tool_keeps_show_what_was_done_since() -> None:
     seen = []
     for cls in (torch.amp.GradScaler, GradScaler):
@@ -1161,11 +1173,12 @@ def test_states_that_a_tool_keeps_show_what_was_done_since() -> None:
         optimizer = torch.optim.SGD([param], lr=0.5)
         scaler.scale(param.sum()).backward()
         states = scaler._per_optimizer_states
-        before = bool(states), len(states), list(states), states == {}
+        before = bool(states), len(states), list(states), states == {}, states != {}
         scaler.unscale_(optimizer)
         state, expected = states.get(id(optimizer)), {"stage": OptState.UNSCALED, "found_inf_per_device": FINITE}
         assert state == expected == state.copy() == state | {} == pickle.loads(pickle.dumps(state))
         assert states == {id(optimizer): expected} == pickle.loads(pickle.dumps(dict(states)))
+        assert states != {}
         found = id(optimizer) in states, bool(states), len(states), list(states) == [id(optimizer)]
         listed = [(key == id(optimizer), value["stage"]) for key, value in states.items()]
         scaler.step(optimizer)

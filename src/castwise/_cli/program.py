@@ -27,6 +27,7 @@ _NAMES_REACHING = _REACHING | {"compile", "eval", "exec", "getattr", "globals", 
 
 _PYTHON = re.compile(r"python[\d.]*(\.exe)?")
 _PYTHONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
+_PYTHONS_LETTERS = tuple("bBdEiIOPqRsStuvWxX")
 _AS_MODULE = "-m castwise run"
 _LAUNCHERS = {
     **dict.fromkeys(("accelerate", "accelerate-launch", "torchrun"), _AS_MODULE),
@@ -96,13 +97,25 @@ class Program:
         exec(self._code, main.__dict__)
 
 
+def check_is_none_of_pythons(option: str) -> None:
+    """Raise a UserError for an option of Python's that was given to castwise."""
+    if option == "-c":
+        raise UserError(_SAVE_CODE.format(option))
+    if option[1:2] in _PYTHONS_LETTERS:
+        with_value = f"{option} ..." if option in _PYTHONS_WITH_VALUE else option
+        raise UserError(f"{option} is an option of Python's: python {with_value} -m castwise run SCRIPT")
+
+
+_SAVE_CODE = "castwise runs scripts and modules: save the code of {} as a script"
+
+
 def _without_python(python: str, arguments: list[str]) -> str:
     """Return what to run instead of `python [options] SCRIPT`."""
     first = 0
     while first < len(arguments) and arguments[first].startswith("-") and arguments[first] not in ("-c", "-m", "-"):
         first += 2 if arguments[first] in _PYTHONS_WITH_VALUE else 1
     if arguments[first : first + 1] == ["-c"]:
-        return f"castwise runs scripts and modules: save the code of {python} -c as a script"
+        return _SAVE_CODE.format(f"{python} -c")
     options, rest = shlex.join(arguments[:first]), shlex.join(arguments[first:])
     keep = f"; with its options: {python} {options} -m castwise run {rest}" if options not in ("", "-u") else ""
     return f"leave out {python}, because castwise runs the script itself: castwise run {rest}{keep}"

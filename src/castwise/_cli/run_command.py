@@ -12,7 +12,7 @@ import typer
 
 from castwise._cli.completion import LEVELS, POLICIES, RUNS, SCHEDULES, complete_policy, completing
 from castwise._cli.option_checks import check_name, check_policy, check_schedule_name
-from castwise._cli.program import Program
+from castwise._cli.program import Program, check_is_none_of_pythons
 from castwise._invariants.invariant import INVARIANTS, Exemptions
 from castwise._suggestions import nearest
 from castwise._user_error import UserError
@@ -177,17 +177,10 @@ def _check_folder(out: Path) -> None:
         raise UserError(f"--out must be a folder, but {out} is a file")
 
 
-_PYTHONS_OWN = tuple("bBdEiIOPqRsStuvWxX")  # the letters of its options
-
-
 def _check_script(script: str, context: typer.Context) -> None:
     if script.startswith("-"):
         given = script.partition("=")[0]
-        if given == "-c":
-            raise UserError("castwise runs scripts and modules: save the code of -c as a script")
-        if given[1:2] in _PYTHONS_OWN:
-            with_value = f"{given} ..." if given in ("-W", "-X") else given
-            raise UserError(f"{given} is an option of Python's: python {with_value} -m castwise run SCRIPT")
+        check_is_none_of_pythons(given)
         own = [option.lstrip("-") for param in context.command.params for option in param.opts]
         raise UserError(
             f"there is no option {given}{nearest(given.lstrip('-'), own)}; put options of the script after it, as in "

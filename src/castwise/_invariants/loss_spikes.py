@@ -35,7 +35,7 @@ def sigmas_above(value: float, usual: Sequence[float], floor: float) -> float:
 
 
 def _sigmas(value: float, usual: Sequence[float], floor: float, limit: float) -> float:
-    """Return the same, or 0.0 if there are too few values, or if it cannot be more than a limit."""
+    """Return `sigmas_above`; or 0.0, which takes less, if it is at most a limit or there are too few usual values."""
     if len(usual) < WARM or value - median(usual) <= limit * floor:
         return 0.0
     return sigmas_above(value, usual, floor)

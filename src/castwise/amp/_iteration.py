@@ -152,6 +152,8 @@ State: TypeAlias = Ready | Clipped | Unscaled | Stepped | Skipped
 class StateLikeTorchs(MutableMapping[str, Any]):
     """An optimizer's state as a mapping that is copied as torch's dictionary is."""
 
+    __slots__ = ()
+
     def copy(self) -> dict[str, Any]:
         """Return a dictionary with what the state is now."""
         return dict(self)
@@ -367,6 +369,8 @@ class OptimizerStates(defaultdict[int, Any]):
         if isinstance(state, OptimizerRecord) and id(state.optimizer) == key:  # one that was deleted
             self.iteration.records[key] = state
             self.iteration.unseen.pop(key, None)
+            if not state.state.awaits_unscaling:
+                state.info.shared.note_unscaled(params_of(state.optimizer))
             dict.__setitem__(self, key, state)
             return
         state_of(state.get("stage", OptState.READY))  # raises before anything is written
@@ -390,9 +394,10 @@ class OptimizerStates(defaultdict[int, Any]):
         self.update(other)
         return self
 
-    __contains__, __len__, __iter__, __eq__ = map(_reading, ("__contains__", "__len__", "__iter__", "__eq__"))
+    __contains__, __len__, __iter__ = map(_reading, ("__contains__", "__len__", "__iter__"))
+    __eq__, __ne__, __repr__ = map(_reading, ("__eq__", "__ne__", "__repr__"))
     __hash__ = None  # type: ignore[assignment]  # as a dictionary
-    get, keys, values, items, __repr__ = map(_reading, ("get", "keys", "values", "items", "__repr__"))
+    get, keys, values, items = map(_reading, ("get", "keys", "values", "items"))
     # The methods of `dict` would not call those above.
     pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
     update, setdefault = MutableMapping.update, MutableMapping.setdefault

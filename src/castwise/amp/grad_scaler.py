@@ -883,10 +883,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._scale is None:
             self._check_scale_growth_tracker("_check_inf_per_device")
-        scale, record = (
-            self._existing_scale(),
-            self._iteration.records.get(id(optimizer)) or self._new_record(optimizer),
-        )
+        scale = self._existing_scale()
+        record = self._iteration.records.get(id(optimizer)) or self._new_record(optimizer)
         if self._replaces_unscaling():
             # A factor of 1, as in torch: only checks them.
             found = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)

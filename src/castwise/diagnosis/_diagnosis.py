@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -174,9 +174,8 @@ class Diagnosis(Shown):
             ImportError: pandas is not installed; it comes with `castwise[pandas]`.
         """
         kinds = {"input": self.inputs, "output": self.outputs, "in float32": self.in_float32 or ()}
-        columns = ("dtype", "shape", "lowest", "highest", "nan", "inf")
-        rows = [(kind, *map(each.__getattribute__, columns)) for kind, ranges in kinds.items() for each in ranges]
-        return new_frame(("values", *columns), rows)
+        rows = [(kind, *astuple(one)) for kind, ranges in kinds.items() for one in ranges]
+        return new_frame(("values", *(field.name for field in fields(Range))), rows)
 
     def _blocks(self) -> Iterator[Block]:
         yield self._headline()

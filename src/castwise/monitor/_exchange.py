@@ -173,7 +173,7 @@ class Exchange:
             with self.at("the first maximum", step, None, limit):
                 self.maximum(tensor)
             return
-        self._began, self._limit = time.monotonic(), LIMIT if limit is None else limit
+        self._wait_from_now(limit)
         try:
             self.maximum(tensor)
         except Exception as error:
@@ -219,9 +219,12 @@ class Exchange:
 
     def _begin(self, limit: float | None) -> None:
         self._count += 1
-        self._began, self._limit = time.monotonic(), LIMIT if limit is None else limit
+        self._wait_from_now(limit)
         with _connection():
             self._enter()
+
+    def _wait_from_now(self, limit: float | None) -> None:
+        self._began, self._limit = time.monotonic(), LIMIT if limit is None else limit
 
     def _enter(self) -> None:
         if self._store.check(["over"]):
