@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,6 @@ class Browser:
 
     def wait_for(self, condition: str) -> None:
         WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05).until(lambda _: self.run(condition))
-
-    def repeat_until(self, condition: str, action: Callable[[], object]) -> None:
-        """Repeat what a page may miss on a busy machine, such as two clicks that are too far apart."""
-
-        def is_reached(_: object) -> bool:
-            if not self.run(condition):
-                action()
-                return False
-            return True
-
-        WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.5).until(is_reached)
 
     def logs(self, kind: str) -> list[dict[str, Any]]:
         logs: list[dict[str, Any]] = self.driver.get_log(kind)
