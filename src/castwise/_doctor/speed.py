@@ -20,7 +20,7 @@ from torch import Tensor
 
 from castwise._doctor.native_formats import DTYPES
 
-SMALLEST, LARGEST = 256, 4096
+SMALLEST, LARGEST = 128, 4096
 ROUNDS, FEWEST_ROUNDS = 11, 3
 # Emulated formats run apart: they would limit the others to a size at which these do not reach full speed.
 _SLOW_FROM = 4.0
