@@ -13,6 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 LOOPS = ast.For | ast.AsyncFor
+Span = tuple[int, int]
+"""Where a part of a text begins and ends, in characters."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
 
 
@@ -82,11 +84,18 @@ class ScriptSource:
         """Return the number of the line that a position in the text is in."""
         return bisect.bisect_right(self._starts, offset)
 
-    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt) -> Span:
         """Return where a node's text begins and ends."""
         assert node.end_lineno is not None  # set by the parser
         assert node.end_col_offset is not None
         return self.offset(node.lineno, node.col_offset), self.offset(node.end_lineno, node.end_col_offset)
+
+    def span_with_brackets(self, value: ast.expr) -> Span:
+        """Return the span of an expression; with the brackets around it where it is what an attribute is taken of."""
+        start, end = self.span(value)
+        is_owner = isinstance(self._parents[value], ast.Attribute)
+        in_brackets = is_owner and self.text[start - 1 : start] == "(" and self.text[end : end + 1] == ")"
+        return (start - 1, end + 1) if in_brackets else (start, end)
 
     def text_of(self, node: ast.expr | ast.stmt) -> str:
         """Return a node's text as it is written."""
@@ -128,13 +137,36 @@ class ScriptSource:
         """Return the function that a node is in, or the script."""
         return next((each for each in self.around(node) if isinstance(each, Function)), self.tree)
 
-    def outermost_of_loops(self, statement: ast.stmt) -> ast.stmt:
-        """Return a statement, or the outermost of the loops around it that do not compute gradients or step."""
+    def place_to_unscale(self, statement: ast.stmt) -> ast.stmt:
+        """Return the statement before which gradients that a statement reads can be unscaled.
+
+        It is the outermost of the loops around it that do not compute gradients or step, and of the branches and blocks
+        that a step follows. Where the only `unscale_` of the function comes later in such a block, it is the first
+        statement after the backward, so that all statements between have the same.
+        """
         for around in self.around(statement):
-            if not isinstance(around, LOOPS) or has_backward([around]) or _steps(around):
+            if not isinstance(around, LOOPS | ast.If | ast.With) or has_backward([around]) or _steps(around):
+                break
+            later = self._after(around)
+            if not isinstance(around, LOOPS) and not any(isinstance(each, ast.Expr) and _steps(each) for each in later):
                 break
             statement = around
-        return statement
+        unscaling = self.later_unscale(statement)
+        block = self.block(statement)
+        before = block[: block.index(statement)]
+        backwards = [place for place, each in enumerate(before, 1) if has_backward([each])]
+        return block[backwards[-1]] if unscaling is not None and backwards else statement
+
+    def later_unscale(self, statement: ast.stmt) -> ast.Expr | None:
+        """Return the function's only statement that unscales, if it follows a statement in its block."""
+        calls = [call for call in self.calls_beside(statement) if call.method == "unscale_"]
+        unscaling = self.statement(calls[0].node) if len(calls) == 1 else None
+        is_later = isinstance(unscaling, ast.Expr) and unscaling in self._after(statement)
+        return unscaling if is_later and isinstance(unscaling, ast.Expr) else None
+
+    def _after(self, statement: ast.stmt) -> list[ast.stmt]:
+        block = self.block(statement)
+        return block[block.index(statement) + 1 :]
 
     # -- names --------------------------------------------------------------------------------------------------
 

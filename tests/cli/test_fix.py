@@ -23,6 +23,7 @@ FIXED = {
     "backward_inside_autocast_in_bf16",
     "clipped_by_value_while_scaled",
     "clipped_while_scaled",
+    "half_with_autocast",
     "loss_not_scaled",
     "measured_while_scaled",
     "never_zeroed",
@@ -71,6 +72,16 @@ INSIDE = "backward-inside-autocast"
     [
         (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + STEP, "    s.unscale_(opt)\n    clip_(1)  # here\n"),
         (
+            CLIP,
+            GO + BACKWARD + "    f()\n    clip_(1)  # here\n    s.unscale_(opt)\n" + STEP,
+            BACKWARD + "    s.unscale_(opt)\n    f()\n    clip_(1)  # here\n" + STEP,
+        ),
+        (
+            CLIP,
+            GO + BACKWARD + "    if on % 2:\n        clip_(1)  # here\n" + STEP,
+            BACKWARD + "    s.unscale_(opt)\n    if on % 2:\n        clip_(1)  # here\n" + STEP,
+        ),
+        (
             "measured-while-scaled",
             GO + BACKWARD + "    for p in net:\n        total += p.grad.norm().item()  # here\n" + STEP,
             BACKWARD + "    s.unscale_(opt)\n    for p in net:\n",
@@ -84,7 +95,7 @@ INSIDE = "backward-inside-autocast"
         (
             "loss-not-scaled",
             GO + BACKWARD + "    (loss +\n     on).backward(retain_graph=True)  # here\n" + STEP,
-            "    (s.scale(loss +\n     on)).backward(retain_graph=True)  # here\n",
+            "    s.scale(loss +\n     on).backward(retain_graph=True)  # here\n",
         ),
         (
             VALIDATION,
@@ -108,6 +119,11 @@ INSIDE = "backward-inside-autocast"
             + STEP
             + "    save({'nets': {'a': a.state_dict()},\n      'opt': opt.state_dict()  # here\n    }, 'x')\n",
             "      'opt': opt.state_dict(),  # here\n      \"scaler\": s.state_dict(),\n    }, 'x')\n",
+        ),
+        (
+            "half-with-autocast",
+            "net = N().to(torch.float16)\nnet.train()\nwith autocast('cuda'):  # here\n    net(x)\n",
+            "net = N()\nnet.train()\n",
         ),
         ("scaler-for-bf16", "s = GradScaler('cpu', )  # here\n", "GradScaler('cpu', enabled=False, )"),
         ("scaler-for-bf16", "s = GradScaler()  # here\n", "GradScaler(enabled=False)"),
@@ -155,9 +171,15 @@ def found_in(script: str, name: str, folder: Path) -> Corrected:
         # Gradients would be unscaled twice, or before the last backward.
         (CLIP, GO + "    for i in on:\n        s.scale(loss).backward()\n        clip_(1)  # here\n    s.step(opt)\n"),
         (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    if on % 2:\n        s.step(opt)\n        s.update()\n"),
-        (CLIP, GO + BACKWARD + "    if on % 2:\n        clip_(1)  # here\n" + STEP),
         (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + BACKWARD + STEP),
-        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    s.unscale_(opt)\n" + STEP),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n" + STEP + "    s.unscale_(opt)\n"),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    s.unscale_(opt)  # now\n" + STEP),
+        (
+            CLIP,
+            GO + BACKWARD + "    clip_(1)  # here\n    s.unscale_(opt)\n    if on:\n        s.unscale_(opt)\n" + STEP,
+        ),
+        (CLIP, GO + BACKWARD + "    clip_(1)  # here\n    if on:\n        s.unscale_(opt)\n" + STEP),
+        (CLIP, GO + BACKWARD + "    if on % 2:\n        clip_(1)  # here\n    if on % 2:\n        s.step(opt)\n"),
         (CLIP, "def clip(s, opt):\n    s.unscale_(opt)\n" + GO + BACKWARD + "    clip_(1)  # here\n" + STEP),
         (
             CLIP,
@@ -218,6 +240,11 @@ def found_in(script: str, name: str, folder: Path) -> Corrected:
         ("scaler-for-bf16", "s = GradScaler('cpu', 1024.0, 2.0, 0.5, 2000, True)  # here\n"),
         ("scaler-for-bf16", "s = GradScaler(enabled=x)  # here\n"),
         ("scaler-for-bf16", "s = GradScaler(**x)  # here\n"),
+        (
+            "half-with-autocast",
+            "net = N().half()\nnet.train()\nnet(x.half())\nwith autocast('a'):  # here\n    net(x)\n",
+        ),
+        ("half-with-autocast", "net = N(dtype=torch.float16)\nwith autocast('a'):  # here\n    net(x)\n"),
         (SCHEDULE, GO + BACKWARD + "    s.step(opt)\n    if on:\n        s.update()\n    schedule.step()  # here\n"),
     ],
 )
@@ -233,6 +260,17 @@ def test_of_two_mistakes_with_one_remedy_the_first_line_is_edited(tmp_path: Path
     result = corrected(path, (CLIP, 4), ("measured-while-scaled", 3))
     assert len(result.fixed) == 2
     assert [line.strip() for line in result.new.splitlines()[2:5]] == ["s.unscale_(opt)", "log(norm(1))", "clip_(1)"]
+
+
+@pytest.mark.parametrize("unscaling", ["", "    s.unscale_(opt)\n"])
+def test_two_mistakes_never_unscale_twice(unscaling: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(GO + BACKWARD + "    if on % 10 == 0:\n        log(norm(1))\n    clip_(1)\n" + unscaling + STEP)
+    result = corrected(path, ("measured-while-scaled", 4), (CLIP, 5))
+    assert (len(result.fixed), result.edits) == (2, 1)
+    assert result.new == GO + BACKWARD + "    s.unscale_(opt)\n" + path.read_text()[len(GO + BACKWARD) :].replace(
+        unscaling, "", bool(unscaling)
+    )
 
 
 @pytest.mark.parametrize(
@@ -280,9 +318,10 @@ EPSILON = "and add an epsilon"
             "the gradient of sqrt: an epsilon",
             "float32",
             "(a + b).sqrt()",
-            "((a + b).clamp_min(1e-12)).sqrt()",
+            "(a + b).clamp_min(1e-12).sqrt()",
         ),
         ("aten.log", EPSILON, "float32", "torch.log(p - q) * 2", "torch.log((p - q).clamp_min(1e-12)) * 2"),
+        ("aten.log", EPSILON, "float32", "torch.log(p - q).sum()", "torch.log((p - q).clamp_min(1e-12)).sum()"),
         ("aten.log", EPSILON, "float32", "math.log(p)", ""),
         (
             "aten.acos_",
@@ -303,6 +342,26 @@ def test_the_input_of_an_op_is_bounded(
     record = DiagnosisRecord(3, "fault", "forward", "", op, text, advice)
     [result] = corrections([Run(tmp_path, diagnoses=[record])])
     assert result.new == f"{expected or line}\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "if 1:\n    y = f(\n        a,\n        b / c.norm(),\n    )\n",
+            "y = f(\n    a,\n    b / c.norm().clamp_min(1e-12),\n)",
+        ),
+        ("for _ in a:\n    for y in b / c.norm():\n        f(y)\n", "for y in b / c.norm().clamp_min(1e-12):"),
+    ],
+)
+def test_a_short_edit_is_shown_with_all_of_its_statement(old: str, new: str, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(old)
+    [(line, text)] = [(number, text) for number, text in enumerate(old.splitlines(), 1) if "norm" in text]
+    text = f"text\nat {tmp_path / 'model.py'}:{line}: {text.strip()}\ninput 0: float32 (4,), 0 .. 1"
+    [result] = corrections(
+        [Run(tmp_path, diagnoses=[DiagnosisRecord(3, "fault", "forward", "", "aten.div", text, EPSILON)])]
+    )
+    assert result.new_lines() == new.splitlines()
 
 
 @pytest.fixture

@@ -741,6 +741,18 @@ def test_the_line_of_the_forward_is_named_for_a_fault_of_its_gradient(function: 
     assert f"the gradient of {op}" in found.summary
 
 
+def test_the_code_of_a_fault_in_an_op_is_its_line_with_a_bound() -> None:
+    def normalized(x: Tensor) -> Tensor:
+        return x / x.mul(0).norm(dim=-1, keepdim=True)
+
+    line = normalized.__code__.co_firstlineno + 1
+    found = of(normalized)
+    bounded = f"# instead of line {line}:\nreturn x / x.mul(0).norm(dim=-1, keepdim=True).clamp_min(1e-12)"
+    assert (found.line, found.code) == (f"{__file__}:{line}", bounded)
+    assert bounded in found._repr_html_()
+    assert of(lambda x: x / (x - x)).code == ""  # the divisor may be negative
+
+
 def test_the_line_of_a_mamba_of_transformers_is_named() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.MambaConfig(vocab_size=16, hidden_size=8, state_size=4, num_hidden_layers=2)

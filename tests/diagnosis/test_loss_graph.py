@@ -167,6 +167,8 @@ def test_the_op_of_a_finite_loss_whose_gradient_is_not_finite(loss: Loss, op: st
     assert f"the gradient of {op} gives" in found["summary"]
     assert f"{__file__}:{line}" in found["summary"]
     assert advice in found["advice"]
+    if loss is branch_that_is_not_taken:
+        assert found["code"] == f"# instead of line {line}:\nlogs = probabilities.clamp_min(1e-12).log()"
 
 
 def test_the_std_of_one_reward_is_named_although_it_is_in_no_graph() -> None:

@@ -90,6 +90,23 @@ for batch in batches:
     s.unscale_(opt)
     s.step(opt)
 """
+LOGGED_AND_CLIPPED_FIRST = """\
+for batch in batches:
+    s.scale(net(batch)).backward()
+    if step % 10 == 0:
+        log(get_total_norm(net))
+    clip_grad_norm_(net.parameters(), 1.0)
+    s.unscale_(opt)
+    s.step(opt)
+"""
+UNSCALED_ON_A_BRANCH = """\
+for batch in batches:
+    s.scale(net(batch)).backward()
+    log(get_total_norm(net))  # here
+    if last:
+        s.unscale_(opt)
+        s.step(opt)
+"""
 OF_A_GAN = """\
 for real in batches:
     s.scale(loss_of(critic, real)).backward()
@@ -172,6 +189,21 @@ norm = get_total_norm(net)  # here
             CLIPPED_FIRST,
             "# moved from line 4 to before line 3:\ns.unscale_(opt)\n"
             "# or castwise's s.clip_grad_norm_(opt, max_norm), which reads them once",
+        ),
+        (
+            corrected_code.unscaled_before,
+            LOGGED_AND_CLIPPED_FIRST.replace("log(get_total_norm(net))", "log(get_total_norm(net))  # here"),
+            "# moved from line 6 to before line 3:\ns.unscale_(opt)",
+        ),
+        (  # the same edit, so that both can be made
+            corrected_code.unscaled_before,
+            LOGGED_AND_CLIPPED_FIRST.replace("1.0)", "1.0)  # here"),
+            "# moved from line 6 to before line 3:\ns.unscale_(opt)",
+        ),
+        (
+            corrected_code.unscaled_before,
+            UNSCALED_ON_A_BRANCH,
+            "# after line 5, which unscales them:\nlog(get_total_norm(net))",
         ),
         (
             corrected_code.unscaled_before,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from castwise._fixing.edits import Change, changed
 from castwise._fixing.mistake_fixes import Fix, fix_of_mistake
-from castwise._fixing.op_fixes import fix_of_op
+from castwise._mistakes.bounded_ops import bounded_input
 from castwise._mistakes.mistake import is_passed_over
 from castwise._script_source import ScriptSource
 from castwise.monitor._recorded_run import Run, distinct_mistakes
@@ -48,7 +48,8 @@ class Finding(NamedTuple):
         if isinstance(self.record, MistakeRecord):
             return fix_of_mistake(self.record.name, source, line)
         dtypes = [text.split()[0] for text in self.record.inputs if "float" in text.split()[0]]
-        return fix_of_op(self.record.op, self.record.advice, dtypes, source, line)
+        bounded = bounded_input(self.record.op, self.record.advice, dtypes, source, line)
+        return bounded if isinstance(bounded, str) else (Change(*bounded[0], bounded[1]),)
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,16 @@ class Corrected:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def new_lines(self) -> list[str]:
-        """Return the lines that the edits write, without the indentation that all of them have."""
-        marked = [*difflib.unified_diff(self.old.splitlines(), self.new.splitlines(), n=0, lineterm="")]
-        new = [line[1:] for line in marked[2:] if line.startswith("+")]  # below the names of the files
-        return textwrap.dedent("\n".join(new)).splitlines()
+        """Return the statements that the edits write, complete, without the indentation that all of them have."""
+        source = ScriptSource(self.new)
+        edited = difflib.SequenceMatcher(None, _rows(self.old), _rows(self.new), autojunk=False).get_opcodes()
+        lines: set[int] = set()
+        for line in (line for tag, _, _, start, end in edited if tag != "equal" for line in range(start + 1, end + 1)):
+            lines.add(line)
+            for each in source.statements_at(line):
+                if not hasattr(each, "body"):
+                    lines.update(range(each.lineno, (each.end_lineno or line) + 1))
+        return textwrap.dedent("\n".join(map(source.line, sorted(lines)))).splitlines()
 
     def record(self) -> dict[str, object]:
         """Return JSON-compatible values."""

@@ -50,6 +50,15 @@ def instead(source: ScriptSource, node: ast.expr | ast.stmt, code: str) -> Chang
     return Change(*source.span(node), code)
 
 
+def without(source: ScriptSource, statement: ast.stmt) -> tuple[Change] | None:
+    """Return the removal of a statement with its lines; None if they have something else, such as a comment."""
+    start, end = source.span(statement)
+    first, last = source.offset(statement.lineno, 0), source.end_of_line(statement.end_lineno or statement.lineno)
+    if f"{source.text[first:start]}{source.text[end:last]}".strip():
+        return None
+    return (Change(first, last + len(source.line_end), ""),)
+
+
 def indented(source: ScriptSource, statements: Sequence[ast.stmt], head: str) -> tuple[Change, ...] | None:
     """Return statements that follow each other moved into a block that begins with `head`.
 

@@ -11,7 +11,8 @@ import ast
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from castwise._fixing.edits import Change, after, before, indent_of, indented, instead, outdented
+from castwise._fixing.edits import Change, after, before, indent_of, indented, instead, outdented, without
+from castwise._mistakes.corrected_code import model_in_fp32
 from castwise._script_source import (
     LOOPS,
     MethodCall,
@@ -59,22 +60,27 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _UNKNOWN_NAMES
     if len(source.optimizers) > 1:
         return _OTHER_OPTIMIZERS
-    outermost = source.outermost_of_loops(statement)
-    block = source.block(outermost)
-    place = block.index(outermost)
+    first, unscale = source.place_to_unscale(statement), f"{scaler}.unscale_({optimizer})"
+    block = source.block(first)
+    place = block.index(first)
     step, update = (
         next((each for each in block[place + 1 :] if ast.unparse(each) == f"{scaler}.{call}"), None)
         for call in (f"step({optimizer})", "update()")
     )
-    if any(ast.unparse(each) == f"{scaler}.unscale_({optimizer})" for each in block[:place]):
+    if any(ast.unparse(each) == unscale for each in block[:place]):
         return ()  # by the fix of an earlier line
-    if any(call.method == "unscale_" for call in source.method_calls):
+    later = source.later_unscale(first)
+    unscaled = [call for call in source.method_calls if call.method == "unscale_"]
+    if unscaled and (later is None or len(unscaled) > 1 or ast.unparse(later) != unscale):
         return f"{scaler}.unscale_ is called elsewhere: it has to come before this line, once for each step"
     if step is None or update is None or has_backward(block[place : block.index(step)]) or _hides(statement):
         return f"{scaler}.step({optimizer}) and {scaler}.update() do not follow it in the same block"
     if any(isinstance(node, _EXITS) for each in block[place : block.index(update)] for node in ast.walk(each)):
         return f"{scaler}.update() is not reached on each way from there"
-    return (before(source, outermost, f"{scaler}.unscale_({optimizer})"),)
+    moved = () if later is None else without(source, later)
+    if moved is None or (later is not None and block.index(later) > block.index(step)):
+        return _NOT_ONE_STATEMENT
+    return before(source, first, unscale), *moved
 
 
 def _step_with_scaler(source: ScriptSource, statement: ast.stmt) -> Fix:
@@ -105,7 +111,8 @@ def _scale_loss(source: ScriptSource, statement: ast.stmt) -> Fix:
         return _UNKNOWN_NAMES
     if not _shares_block_with(source, statement, scaler, ("scale", "step")):
         return _ON_A_BRANCH
-    return (instead(source, call.func.value, f"{scaler}.scale({source.text_of(call.func.value)})"),)
+    scaled = f"{scaler}.scale({source.text_of(call.func.value)})"
+    return (Change(*source.span_with_brackets(call.func.value), scaled),)
 
 
 def _validate_in_region(source: ScriptSource, statement: ast.stmt) -> Fix:
@@ -222,6 +229,13 @@ def _advance_after_taken_step(source: ScriptSource, statement: ast.stmt) -> Fix:
     return (*([] if kept else [before(source, update, f"{name} = {scaler}.get_scale()")]), *guarded)
 
 
+def _keep_model_in_fp32(source: ScriptSource, statement: ast.stmt) -> Fix:
+    found = model_in_fp32(source)
+    if found is None:
+        return "the script has no one call that casts a model to fp16 and nothing else, such as model.half()"
+    return (instead(source, *found),)
+
+
 _RULES: dict[str, Callable[[ScriptSource, ast.stmt], Fix]] = {
     "clipped-while-scaled": _unscale_before,
     "measured-while-scaled": _unscale_before,
@@ -234,6 +248,7 @@ _RULES: dict[str, Callable[[ScriptSource, ast.stmt], Fix]] = {
     "scaler-not-saved": _save_scaler,
     "never-zeroed": _zero_before_backward,
     "schedule-advanced-on-skip": _advance_after_taken_step,
+    "half-with-autocast": _keep_model_in_fp32,
 }
 
 

@@ -24,10 +24,14 @@ def unscaled_before(line: ScriptLine) -> str:
     unscale = f"{line.scaler or 'scaler'}.unscale_({line.optimizer or 'optimizer'})"
     code = f"{unscale}\n{line.text}"
     if line.source is not None and line.statement is not None:
-        first = line.source.outermost_of_loops(line.statement)
-        later = [each for _, each in line.calls("unscale_") if each.lineno > line.statement.lineno]
-        if len(later) == 1 and line.source.text_of(later[0]) == unscale:
-            code = f"{_moved(later)} to before line {first.lineno}:\n{unscale}"
+        first = line.source.place_to_unscale(line.statement)
+        later = line.source.later_unscale(first)
+        calls = [each for _, each in line.calls("unscale_") if each.lineno > line.statement.lineno]
+        elsewhere = [each for each in calls if line.source.text_of(each) == unscale]
+        if later is not None and line.source.text_of(later) == unscale:
+            code = f"{_moved([later])} to before line {first.lineno}:\n{unscale}"
+        elif elsewhere:
+            code = f"# after line {elsewhere[0].lineno}, which unscales them:\n{line.text}"
         elif first is not line.statement or not line.is_simple:
             code = f"# before line {first.lineno}:\n{unscale}"
     return _noted(line, code, "scaler", "optimizer")
@@ -207,21 +211,28 @@ def cast_before_compiling(line: ScriptLine) -> str:
 
 def in_fp32(line: ScriptLine) -> str:
     """Leave the model in fp32 where the script makes it fp16."""
-    words = "keep the weights in fp32, without half: autocast casts the inputs of each op"
-    if line.source is None:
-        return words
-    calls = [node for node in ast.walk(line.source.tree) if isinstance(node, ast.Call) and _halves(node)]
-    statement = line.source.statement(calls[0]) if len(calls) == 1 else None
+    found = None if line.source is None else model_in_fp32(line.source)
+    if found is None or line.source is None:
+        return "keep the weights in fp32, without half: autocast casts the inputs of each op"
+    call, code = found
+    statement = line.source.statement(call)
+    assert statement is not None
+    return f"# instead of line {statement.lineno}:\n{line.replaced(statement, call, code)}"
+
+
+def model_in_fp32(source: ScriptSource) -> tuple[ast.Call, str] | None:
+    """Return the only call that makes something fp16, if that is a model, and what leaves it in fp32."""
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and _halves(node)]
+    statement = source.statement(calls[0]) if len(calls) == 1 else None
     if not isinstance(statement, ast.Expr | ast.Assign):
-        return words
+        return None
     assert isinstance(calls[0].func, ast.Attribute)
-    owner = line.source.text_of(calls[0].func.value)
+    owner = source.text_of(calls[0].func.value)
     is_alone = statement.value is calls[0] and isinstance(statement, ast.Expr)
     name = ast.unparse(statement.targets[0]) if isinstance(statement, ast.Assign) else owner
-    if name not in {call.owner for call in line.source.method_calls if call.method in _OF_MODELS}:
-        return words  # it may be an input that is cast
-    code = line.replaced(statement, calls[0], f"{owner}.float()" if is_alone else owner)
-    return f"# instead of line {statement.lineno}:\n{code}"
+    if name not in {call.owner for call in source.method_calls if call.method in _OF_MODELS}:
+        return None  # it may be an input that is cast
+    return calls[0], f"{owner}.float()" if is_alone else owner
 
 
 def with_master_weights(line: ScriptLine, dtype: object) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from castwise._mistakes.mistake import Place
-from castwise._script_source import LOOPS, MethodCall, ScriptSource, called_name, only
+from castwise._script_source import LOOPS, MethodCall, ScriptSource, Span, called_name, only
 
 _OPTIMIZERS = {name for name, value in vars(torch.optim).items() if isinstance(value, type)} | {"MasterWeights"}
 _SIMPLE = ast.Expr | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return
@@ -48,15 +48,15 @@ class ScriptLine:
         """Return a statement's text without the indentation of its first line."""
         return self.replaced(statement, statement, None)
 
-    def replaced(self, statement: ast.stmt, node: ast.expr | ast.stmt, code: str | None) -> str:
-        """Return a statement's text, dedented, with code instead of one of its nodes."""
+    def replaced(self, statement: ast.stmt, node: ast.expr | ast.stmt | Span, code: str | None) -> str:
+        """Return a statement's text, dedented, with code instead of one of its nodes or of a part of it."""
         assert self.source is not None
         start, end = self.source.span(statement)
         text = self.source.text
         if code is None:
             text = text[start:end]
         else:
-            first, last = self.source.span(node)
+            first, last = node if isinstance(node, tuple) else self.source.span(node)
             text = f"{text[start:first]}{code}{text[last:end]}"
         head, *rows = text.splitlines()
         width = statement.col_offset

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from castwise._mistakes.bounded_ops import line_with_bound
 from castwise._mistakes.mistake import Place, is_passed_over
+from castwise._mistakes.script_line import ScriptLine
 from castwise._torch_private import graph_nodes_made, number_of_node, version
 from castwise.amp._devices import is_capturing
 from castwise.diagnosis._diagnosis import Diagnosis
@@ -207,6 +209,7 @@ class LossCode:
         if fault.reads == "argument" and place and (of_one := _of_lone_value(loss, inputs, place)) is not None:
             return of_one
         output = None if fault.output is None else range_of(fault.output)
+        advice = _advice(fault, inputs, is_of_backward, self._has_models)
         is_nan = bool(loss.isnan()) if output is None else bool(output.nan)
         return Diagnosis(
             found=True,
@@ -219,7 +222,8 @@ class LossCode:
             value="nan" if is_nan else "inf",
             loss=float(loss.detach()),
             remedy="input" if fault.reads == "argument" else "code",
-            advice=_advice(fault, inputs, is_of_backward, self._has_models),
+            advice=advice,
+            code=line_with_bound(ScriptLine(place), fault.name, advice, [given.dtype for given in inputs]),
             line="" if place is None else str(place),
             source="" if place is None else place.source,
         )

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
+from castwise._mistakes.bounded_ops import line_with_bound
 from castwise._mistakes.corrected_code import loss_in_fp32
 from castwise._mistakes.script_line import ScriptLine
 from castwise._number_text import power_of_two
@@ -56,11 +57,12 @@ def remedy_of(fault: Fault, scale: float) -> Help:
     if low and (birth.in_float32 is None or all(not found.nonfinite for found in birth.in_float32)):
         return _keep_in_float32(birth, low, fault.tensors[0].device.type)
     advice = advice_on_op(birth.op, birth.gradient_of, birth.inputs)
+    code = line_with_bound(ScriptLine(birth.place), birth.op, advice, [given.dtype for given in birth.inputs])
     if birth.gradient_of and advice is not UNKNOWN:
-        return Help("code", advice)
+        return Help("code", advice, code)
     if birth.module is None and birth.phase in {"loss", "backward"} and advice is UNKNOWN:
         return Help("code", "this op of the loss is not finite in fp32 either: check the arguments of the loss")
-    return Help("code", f"this op is not finite in fp32 either: {advice}")
+    return Help("code", f"this op is not finite in fp32 either: {advice}", code)
 
 
 def low_precision(birth: Birth) -> str:

@@ -1,4 +1,4 @@
-"""`fix_of_op`: the edit that keeps an op of the model or the loss away from the inputs at which it is not finite."""
+"""`bounded_input`: the edit that keeps an op of the model or the loss away from inputs at which it is not finite."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from castwise._fixing.edits import Change, instead
-from castwise._fixing.mistake_fixes import Fix
-from castwise._script_source import ScriptSource
+from castwise._mistakes.script_line import ScriptLine
+from castwise._script_source import ScriptSource, Span
 
 _LEAST = "clamp_min(1e-12)"  # which is 0 in fp16
 _DOMAIN = "clamp(-1 + 1e-6, 1 - 1e-6)"  # which is -1 and 1 in 16-bit formats
@@ -22,8 +21,24 @@ _NOT_NEGATIVE = frozenset(["norm", "vector_norm", "std", "sqrt", "abs", "var", "
 _NO_TENSORS = {"math", "np", "numpy", "cmath", "self"}
 
 
-def fix_of_op(op: str, advice: str, dtypes: Sequence[str], source: ScriptSource, line: int) -> Fix:
-    """Return the changes that bound an op's input in a line, or why it has to be done by hand.
+def line_with_bound(line: ScriptLine, op: str, advice: str, dtypes: Sequence[str]) -> str:
+    """Return the code of a line with the op's input bounded, for pasting; "" if that has to be done by hand.
+
+    Args:
+        line: The line; the others are as in `bounded_input`.
+    """
+    if line.source is None or line.statement is None or not line.is_simple:
+        return ""
+    found = bounded_input(op, advice, dtypes, line.source, line.statement.lineno)
+    if isinstance(found, str):
+        return ""
+    return f"# instead of line {line.statement.lineno}:\n{line.replaced(line.statement, *found)}"
+
+
+def bounded_input(
+    op: str, advice: str, dtypes: Sequence[str], source: ScriptSource, line: int
+) -> tuple[Span, str] | str:
+    """Return the input of an op in a line and the code that bounds it, or why that has to be done by hand.
 
     Args:
         op: Name such as "aten.div".
@@ -46,7 +61,7 @@ def fix_of_op(op: str, advice: str, dtypes: Sequence[str], source: ScriptSource,
     ]
     if len(inputs) != 1 or _is_bounded(inputs[0]):
         return f"the line has no one {'division' if name == 'div' else name} whose input can be bounded"
-    return (_bounded(source, inputs[0], bound),)
+    return _bounded(source, inputs[0], bound)
 
 
 def _inputs(statement: ast.stmt, name: str) -> Iterator[ast.expr]:
@@ -80,7 +95,8 @@ def _is_bounded(value: ast.expr) -> bool:
     return "clamp" in text or "clip" in text or "eps" in text or re.search(r"\+ \d*\.?\d*e-", text) is not None
 
 
-def _bounded(source: ScriptSource, value: ast.expr, bound: str) -> Change:
-    text = source.text_of(value)
-    is_whole = isinstance(value, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-    return instead(source, value, f"{text if is_whole else f'({text})'}.{bound}")
+def _bounded(source: ScriptSource, value: ast.expr, bound: str) -> tuple[Span, str]:
+    start, end = span = source.span_with_brackets(value)
+    is_whole = isinstance(value, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) or span != source.span(value)
+    text = source.text[start:end]
+    return span, f"{text if is_whole else f'({text})'}.{bound}"
