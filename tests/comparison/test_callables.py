@@ -138,6 +138,38 @@ def test_losses_of_ones_own_are_called_with_the_callable(model: nn.Module, batch
     assert "output error" not in drift.summary_rows()[0]
 
 
+def test_gradients_that_a_callable_does_not_give_are_not_known(model: nn.Module, batches: Any) -> None:
+    calls = {
+        "detached": lambda x: model(x).detach(),
+        "other": lambda x: model(x).detach() * torch.ones(4).requires_grad_(),
+    }
+    drift = castwise.compare(model, batches, calls, loss=LOSS)
+    for name in calls:
+        summary = drift[name].summary
+        assert (summary.gradient_errors, summary.gradient_cosine, drift[name].failure) == (None, None, "")
+        assert f"{name}: its loss has no gradient with respect to the model's weights" in str(drift.notes)
+    assert "gradients by under 0.0001% (not known for detached and other)" in drift.result()
+    assert "farther" not in str(drift)
+
+
+def test_a_callable_whose_output_is_not_finite_is_blamed_and_not_the_loss(model: nn.Module, batches: Any) -> None:
+    calls = {"nan": lambda x: model(x) * torch.nan, "one": lambda x: model(x) + torch.tensor([torch.inf, 0, 0, 0])}
+    drift = castwise.compare(model, batches, calls, loss=LOSS)
+    assert drift["nan"].failure == "its loss is nan: 100% of its output is not finite"
+    assert drift["one"].failure == "its loss is inf: 25% of its output is not finite"
+    assert not any("its gradients are" in note for note in drift.notes if note.startswith("nan"))
+
+    def infinite(output: Tensor, target: Tensor) -> Tensor:
+        return LOSS(output, target) / (output.dtype is torch.float64)  # the reference
+
+    drift = castwise.compare(model, batches, {"same": lambda x: model(x)}, loss=infinite)
+    assert drift["same"].failure == "its loss is inf: its output is finite, so it comes from the loss function"
+    drift = castwise.compare(
+        model, batches, {"nan": lambda x: model(x) * torch.nan}, forward=lambda call, batch: call(batch[0]).sum()
+    )
+    assert drift["nan"].failure == "its loss is nan"
+
+
 def test_a_callable_that_fails_is_noted(model: nn.Module, batches: Any) -> None:
     def fail(x: Tensor) -> Tensor:
         raise RuntimeError("no kernel")

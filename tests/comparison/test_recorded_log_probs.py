@@ -96,6 +96,12 @@ def test_what_rounding_explains_and_what_is_left_for_the_engine(model: Experts) 
     drift = rounded.drift["engine"].summary.log_probs
     assert drift is not None
     assert drift.mean_difference > 0
+    both = compare_log_probs(model, of_bf16, engine=castwise.policies.bf16)
+    assert both.drift is not None
+    drift = both.drift["engine"].summary.log_probs
+    assert drift is not None
+    assert (drift.kl_k1, drift.kl_k3) == pytest.approx((both.summary.kl_k1, both.summary.kl_k3), rel=1e-3)
+    assert drift.kl_k1 != 0
     other = compare_log_probs(model, [moved(record, *[0.3] * 11) for record in of_bf16], engine=castwise.policies.bf16)
     assert other.precision is not None
     assert other.precision.share < 0.2

@@ -148,7 +148,7 @@ def _errors(expected: list[torch.Tensor], values: list[torch.Tensor]) -> Errors 
 
 def which_is_closer(name: str, own: Errors | None, eager: Errors | None) -> Iterator[str]:
     """Yield which gradients are closer to the reference's, if both are known."""
-    if own is None or eager is None or not eager.relative_rms:
+    if own is None or eager is None or own.nonfinite or not eager.relative_rms:
         return
     ratio = own.relative_rms / eager.relative_rms
     if 0.8 < ratio < 1.25 or max(own.relative_rms, eager.relative_rms) < FP32_EPS:

@@ -84,7 +84,8 @@ def _gradients(policies: Sequence[PolicyDrift], before: str, after: str = "") ->
     if not errors:
         return ""
     ends = " to ".join(dict.fromkeys(map(percent, (min(errors.values()), max(errors.values())))))
-    return f"{before}{ends}{after}"
+    unknown = [each.name for each in policies if each.name not in errors]
+    return f"{before}{ends}{f' (not known for {joined(unknown)})' if unknown else ''}{after}"
 
 
 def _other_order(best: Sequence[PolicyDrift], others: Sequence[PolicyDrift]) -> str:

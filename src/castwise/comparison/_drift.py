@@ -135,7 +135,7 @@ class PolicyDrift:
             return self.problem
         gradients = self.summary.gradient_errors
         if not math.isfinite(self.summary.loss):
-            return f"its loss is {self.summary.loss}: {self._origin()}"
+            return ": ".join(filter(None, [f"its loss is {self.summary.loss}", self._origin()]))
         if gradients is not None and gradients.nonfinite:
             return (
                 f"{percent(gradients.nonfinite)} of its gradients are not finite, though the loss scale is only "
@@ -144,7 +144,13 @@ class PolicyDrift:
         return ""
 
     def _origin(self) -> str:
-        """Return the first module with non-finite values, in the model's order, as text."""
+        """Return the first module with non-finite values, in the model's order, as text; "" if it is not known."""
+        if not self.modules:  # a callable
+            outputs = self.summary.output_errors
+            if outputs is None:
+                return ""
+            lost = f"{percent(outputs.nonfinite)} of its output is not finite"
+            return lost if outputs.nonfinite else "its output is finite, so it comes from the loss function"
         in_order = sorted(self.modules, key=lambda module: module.place)
         for module in in_order:
             if module.introduced is not None and module.introduced.nonfinite:
@@ -225,11 +231,11 @@ class Drift(Shown):
         return f"Drift({', '.join(self.policies)}: {self.headline()})"
 
     def _blocks(self) -> Iterator[Block]:
+        yield from tiles(self, {}, self.batches, SHOWN_MODULES)
         yield self.headline()
         if result := self.result():
             yield result
         yield Table(self.summary_rows(), right=range(1, 20))
-        yield from tiles(self, {}, self.batches, SHOWN_MODULES)
         for policy_drift in self:
             if policy_drift.problem:  # listed in the notes
                 continue

@@ -17,14 +17,15 @@ _ROWS = 4096  # tokens whose logits are cast to fp64 at once
 class LogProbDrift:
     """Log-probabilities of the target tokens under a policy, compared with those of the reference.
 
-    With r = p_policy / p_reference for each token (Schulman 2020, "Approximating KL divergence", treating the tokens as
-    samples from the reference):
+    With r = p_reference / p_policy for each token, the ratio that a trainer clips if the policy is that of its rollout;
+    in `compare_log_probs`, r = p_model / p_recorded (Schulman 2020, "Approximating KL divergence", treating the tokens
+    as samples from the policy, or from the engine that recorded them):
 
     Args:
         tokens: Number of tokens compared; targets of -100 are ignored.
         mean_difference: Mean of `|log r|`, in nats.
         largest_difference: Largest `|log r|`, in nats.
-        kl_k1: Mean of -log r, an unbiased estimate of KL(reference || policy), which may be negative.
+        kl_k1: Mean of -log r, an unbiased estimate of KL(policy || reference), which may be negative.
         kl_k3: Mean of r - 1 - log r, an unbiased estimate that is never negative.
         outside_band: Share of tokens whose ratio is outside `clip_band`.
         band: The value of `clip_band`.
@@ -51,16 +52,16 @@ class LogProbSums:
         self._tokens = self._outside = 0
         self._log_ratio = self._magnitude = self._k3 = self._largest = 0.0
 
-    def add(self, reference: torch.Tensor, policy: torch.Tensor) -> None:
+    def add(self, sampler: torch.Tensor, other: torch.Tensor) -> None:
         """Add tokens.
 
         Args:
-            reference: Their log-probabilities under the reference, in fp64.
-            policy: Their log-probabilities under the policy.
+            sampler: Their log-probabilities under what they are treated as samples from, in fp64.
+            other: Their log-probabilities under what is compared with it.
         """
-        if not reference.numel():
+        if not sampler.numel():
             return
-        log_ratio = policy - reference
+        log_ratio = other - sampler
         ratio = log_ratio.exp()
         low, high = self._band
         self._tokens += log_ratio.numel()

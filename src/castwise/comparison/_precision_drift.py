@@ -195,6 +195,7 @@ class _Variant:
     vary: str | None = None
     problem: str = ""
     call: Callable[..., Any] | None = None
+    is_detached: bool = False  # a callable whose loss has no gradient by the model's weights
     alone: tuple[ModuleAlone, ...] = ()
 
     def parts(self, size: int) -> list[torch.Tensor]:
@@ -567,17 +568,20 @@ class _OneBatch:
         if [leaf.shape for leaf in found] == [leaf.shape for leaf in self._outputs]:
             for expected, got in zip(self._outputs, found, strict=True):
                 variant.outputs.add(expected, got)
-        if self._with_gradients and self._params and self._gradients and loss.requires_grad:
-            for pair in zip(self._gradients, _gradients(loss, [*self._params]), strict=True):
-                if (comparable := _comparable(*pair, 1.0)) is not None:
-                    variant.gradients.add(*comparable)
+        if not self._with_gradients or all(gradient is None for gradient in self._gradients):
+            return
+        gradients = _gradients(loss, [*self._params]) if loss.requires_grad else []
+        variant.is_detached = all(gradient is None for gradient in gradients)
+        for pair in [] if variant.is_detached else zip(self._gradients, gradients, strict=True):
+            if (comparable := _comparable(*pair, 1.0)) is not None:
+                variant.gradients.add(*comparable)
 
     def _add_log_probs(self, variant: _Variant, outputs: Any) -> None:
         expected = self._log_probs
         if expected is not None:
             log_probs = token_log_probs(outputs, self._batch[1])
             if log_probs is not None and log_probs.shape == expected.shape:
-                variant.log_probs.add(expected, log_probs)
+                variant.log_probs.add(log_probs, expected)
 
     def add_gradients(self, variant: _Variant) -> None:
         """Run the forward and backward of a variant, and compare the gradients of the weights."""
@@ -770,6 +774,11 @@ def _notes_of_noise(noise: PolicyDrift | None) -> Iterator[str]:
 def _notes_of_calls(variants: list[_Variant]) -> Iterator[str]:
     eager = [variant for variant in variants if variant.call is not None and variant.name == EAGER]
     for variant in variants:
+        if variant.is_detached:
+            yield (
+                f"{variant.name}: its loss has no gradient with respect to the model's weights (its output is detached "
+                "or comes from other weights), so its gradients are not known"
+            )
         if eager and variant.call is not None and variant is not eager[0] and not variant.problem:
             yield from which_is_closer(variant.name, variant.gradients.errors(), eager[0].gradients.errors())
 

@@ -134,6 +134,7 @@ class Tuned(Shown):
         return f"within the tolerance of {self.tolerance:g}{less}"
 
     def _blocks(self) -> Iterator[Block]:
+        yield from tiles(self.drift, self.formats, self.drift.batches, SHOWN_MODULES)
         verdict = "within" if self.is_within_tolerance else "not within"
         lines = [
             self._headline(),
@@ -143,7 +144,6 @@ class Tuned(Shown):
         if not self.is_within_tolerance:
             lines.insert(2, "none of the policies that were run is within the tolerance: this is the closest")
         yield "\n".join(lines)
-        yield from tiles(self.drift, self.formats, self.drift.batches, SHOWN_MODULES)
         yield from self.frontier._blocks()
         lines = [f"not tried: {reason}" for reason in self.not_tried]
         if self.not_called:
