@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 from pathlib import Path
@@ -210,9 +211,8 @@ def test_outputs_of_vllm_objects_and_json() -> None:
     assert from_vllm([as_json])[0].log_probs == [None, None, None, -0.5]
     with pytest.raises(ValueError, match=r"SamplingParams\(logprobs=0\)"):
         from_vllm([as_json | {"outputs": [{"token_ids": [7], "logprobs": None}]}])
-    for of_server in ({"choices": [{"logprobs": {"token_logprobs": [-0.5]}}]}, "choices"):
-        with pytest.raises(ValueError, match=r"what LLM\.generate returns.*responses of a server have the texts"):
-            from_vllm([of_server])
+    with pytest.raises(ValueError, match=r"what LLM\.generate returns"):
+        from_vllm(["choices"])
     numbers = {"token_ids": [7], "logprobs": [{7: numpy.float32(-0.5)}]}
     assert from_vllm([as_json | {"outputs": [numbers]}])[0].log_probs[-1] == -0.5
 
@@ -225,6 +225,15 @@ def test_without_the_likeliest_token_vllm_recorded_none() -> None:
     )
     assert record.log_probs == [None, -0.5, -2.0]
     assert record.top == [{}, {7: -0.5}, {}]
+
+
+def as_attributes(value: Any) -> Any:
+    """As clients have responses: objects, but for the mapping of the likeliest tokens."""
+    if isinstance(value, list):
+        return [as_attributes(item) for item in value]
+    if isinstance(value, dict) and not any(name.isdigit() for name in value):
+        return SimpleNamespace(**{name: as_attributes(item) for name, item in value.items()})
+    return value
 
 
 EXPERTS = numpy.arange(4 * 3 * 2).reshape(4, 3, 2) % 4  # of 4 tokens, 3 layers and 2 experts per token
@@ -253,6 +262,37 @@ def test_experts_of_vllm(of_prompt: Any, of_completion: Any, known: list[int]) -
         from_vllm([output], routers=["gate"])
     with pytest.warns(UserWarning, match=r"left out: name the model's routers with routers=\[\.\.\.\]"):
         assert from_vllm([output])[0].experts == {}
+
+
+def as_npy(experts: Any) -> str:
+    file = io.BytesIO()
+    numpy.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])  # `routed_experts_prompt_start`
+@pytest.mark.parametrize("wrap", [lambda response: response, as_attributes], ids=["json", "client"])
+def test_responses_of_the_server_of_vllm(wrap: Any, first: int) -> None:
+    """As documented of `/v1/completions`: `.npy` in base64, without the last token."""
+    choice = {
+        "text": "a b",
+        "prompt_token_ids": [1, 2],
+        "token_ids": [3, 4],
+        "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": None},
+        "routed_experts": as_npy(EXPERTS[first:3].astype(numpy.uint8)),
+    }
+    (record,) = from_vllm([wrap({"id": "cmpl-1", "choices": [choice]})], routers=[None, "gate", None])
+    assert (record.tokens, record.log_probs) == ([1, 2, 3, 4], [None, None, -1.0, -2.0])
+    assert record.experts == {"gate": [EXPERTS[at, 1].tolist() if first <= at < 3 else [] for at in range(4)]}
+    of_chat = {"content": [{"token": "a", "logprob": -1.0}, {"token": "b", "logprob": -2.0}]}
+    chat = {"prompt_token_ids": [1, 2], "choices": [choice | {"prompt_token_ids": None, "logprobs": of_chat}]}
+    chat["prompt_logprobs"] = [None, {"2": {"logprob": -0.5}}]
+    (record,) = from_vllm([wrap(chat)], routers=[None, "gate", None])
+    assert (record.tokens, record.log_probs) == ([1, 2, 3, 4], [None, -0.5, -1.0, -2.0])
+    assert len(record.experts["gate"]) == 4
+    for missing in ("token_ids", "prompt_token_ids", "logprobs"):
+        with pytest.raises(ValueError, match="return_token_ids=True and logprobs"):
+            from_vllm([wrap({"choices": [choice | {missing: None}]})])
 
 
 def test_responses_of_sglang() -> None:

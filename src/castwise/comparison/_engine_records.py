@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from numbers import Real
@@ -16,14 +17,16 @@ from castwise.comparison._token_records import TokenRecord, as_list
 
 
 def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> list[TokenRecord]:
-    """Convert what vLLM's `LLM.generate` returns with `SamplingParams(logprobs=0)` or more.
+    """Convert what vLLM's `LLM.generate` returns with `SamplingParams(logprobs=0)` or more, or what its server does.
 
     Args:
         outputs: `RequestOutput` objects, or mappings with the same names: `prompt_token_ids`, optionally
-            `prompt_logprobs`, and `outputs` with `token_ids` and `logprobs`. vLLM's default, `raw_logprobs`, has no
-            temperature in it. With `enable_return_routed_experts=True`, they also have the experts that were chosen:
-            `routed_experts` of shape (tokens, layers, experts per token), for the whole sequence, or for what was
-            generated, with `prompt_routed_experts` for the prompt.
+            `prompt_logprobs`, and `outputs` with `token_ids` and `logprobs`. Or responses of `/v1/completions` or
+            `/v1/chat/completions`, requested with `return_token_ids=True` and `logprobs`, of which likeliest tokens are
+            not read. vLLM's default, `raw_logprobs`, has no temperature in it. With
+            `enable_return_routed_experts=True`, they also have the experts that were chosen: `routed_experts` of shape
+            (tokens, layers, experts per token), from a server as base64 of a `.npy` file, for the whole sequence, its
+            end, or for what was generated, with `prompt_routed_experts` for the prompt.
         routers: Names of the model's routers, one for each layer of `routed_experts`; None for a layer that has no
             router. Without them, experts are left out, with a warning.
 
@@ -33,11 +36,11 @@ def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> lis
     """
     records = []
     for output in outputs:
+        if (choices := _get(output, "choices")) is not None:
+            records += [_of_choice(output, choice, routers) for choice in choices]
+            continue
         if _get(output, "prompt_token_ids") is None or _get(output, "outputs") is None:
-            raise ValueError(
-                "outputs must be what LLM.generate returns, with prompt_token_ids and outputs: responses of a server "
-                "have the texts of tokens and not their ids"
-            )
+            raise ValueError("outputs must be what LLM.generate returns, with prompt_token_ids and outputs")
         prompt = as_list(_get(output, "prompt_token_ids"))
         recorded = _get(output, "prompt_logprobs") or [None] * len(prompt)
         of_prompt = _get(output, "prompt_routed_experts")
@@ -52,6 +55,29 @@ def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> lis
             chosen = _of_tokens(of_prompt, _get(completion, "routed_experts"), len(prompt), len(generated))
             records.append(TokenRecord(tokens, log_probs, top, _by_router(chosen, routers, len(tokens))))
     return records
+
+
+def _of_choice(response: Any, choice: Any, routers: Sequence[str | None]) -> TokenRecord:
+    """Return the record of one choice of a response of vLLM's server."""
+    prompt = _get(choice, "prompt_token_ids") or _get(response, "prompt_token_ids")
+    generated, found = _get(choice, "token_ids"), _get(choice, "logprobs")
+    if prompt is None or generated is None or found is None:
+        raise ValueError(
+            "a response of a server must have the ids of tokens and their log-probabilities: request it with "
+            "return_token_ids=True and logprobs"
+        )
+    values = _get(found, "token_logprobs") or [_get(at, "logprob") for at in _get(found, "content") or ()]
+    of_prompt = _get(choice, "prompt_logprobs") or _get(response, "prompt_logprobs") or [None] * len(prompt)
+    known = [_by_token(at).get(token) for token, at in zip(prompt, of_prompt, strict=True)]
+    tokens, experts = [*prompt, *generated], _get(choice, "routed_experts")
+    if isinstance(experts, str):  # up to the last token but one, from any token of the prompt on
+        import numpy as np
+
+        chosen = as_list(np.load(io.BytesIO(base64.b64decode(experts))))
+        chosen = [*[[]] * (len(tokens) - 1 - len(chosen)), *chosen]
+    else:
+        chosen = _of_tokens(_get(response, "prompt_routed_experts"), experts, len(prompt), len(generated))
+    return TokenRecord(tokens, [*known, *values], (), _by_router(chosen, routers, len(tokens)))
 
 
 def _of_tokens(of_prompt: Any, of_completion: Any, prompt: int, generated: int) -> list[Any]:
