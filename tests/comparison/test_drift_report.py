@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -42,6 +43,23 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def batches(count: int = 1) -> list[Any]:
     torch.manual_seed(1)
     return [(torch.randn(8, 8), torch.randint(4, (8,))) for _ in range(count)]
+
+
+def test_the_title_says_which_policies_fail(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    with torch.no_grad():
+        model[0].bias.add_(1e5)
+    few = [(torch.randn(8, 8), torch.randint(4, (8,)))]
+    for chosen, title, reason in (
+        (["fp16"], "fp16 fails", r"Its loss is nan: 0 \(Linear\) produces non-finite values from finite inputs\."),
+        (["fp16", "bf16"], r"bf16 changes the loss by [\d.e-]+ of [\d.e+]+; fp16 fails", ""),
+        (["fp16", "other"], "fp16 and other fail", r"fp16: its loss is nan: 0 \(Linear\) produces"),
+    ):
+        both = {"bf16": policies.bf16, "fp16": policies.fp16, "other": policies.fp16}
+        given = {name: both[name] for name in chosen}
+        page = castwise.compare(model, few, given, loss=F.cross_entropy).report(tmp_path / "drift.html")
+        assert re.search(f"(?m)^castwise: {title}$", Page(page).text)
+        assert re.search(reason, Page(page).text)
 
 
 @pytest.fixture(scope="module")

@@ -91,15 +91,20 @@ def write_drift_report(
 
 
 def _title(drift: Drift) -> tuple[str, str]:
-    """Return the page's title, which is the result, and its reason if there are several policies."""
+    """Return the page's title, which is the result, and its reason if there are several policies or none is finite."""
     title, reason = closest(drift)
     results = [_result(policy_drift, drift.batches) for policy_drift in drift if not policy_drift.failure]
+    failed = [policy_drift for policy_drift in drift if policy_drift.failure]
+    fails = f"{joined([each.name for each in failed])} fail{'s' if len(failed) == 1 else ''}" if failed else ""
     if title:
         return title, f"{reason[0].upper()}{reason[1:]}"
-    if len(drift.policies) != 1 or not results:
+    if len(results) == 1:
+        loss = f"{next(iter(drift)).summary.reference_loss:.4g}"
+        return "; ".join(filter(None, [f"{results[0][0]} changes the loss by {results[0][1]} of {loss}", fails])), ""
+    if not failed:
         return "What precision does to the model", ""
-    summary = next(iter(drift)).summary
-    return f"{results[0][0]} changes the loss by {results[0][1]} of {summary.reference_loss:.4g}", ""
+    why = failed[0].failure
+    return fails, f"{failed[0].name}: {why}." if len(failed) > 1 else f"{why[0].upper()}{why[1:]}."
 
 
 def _result(drift: PolicyDrift, batches: int) -> tuple[str, str, str]:
