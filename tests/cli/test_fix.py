@@ -268,6 +268,7 @@ def test_two_mistakes_never_unscale_twice(unscaling: str, tmp_path: Path) -> Non
     path.write_text(GO + BACKWARD + "    if on % 10 == 0:\n        log(norm(1))\n    clip_(1)\n" + unscaling + STEP)
     result = corrected(path, ("measured-while-scaled", 4), (CLIP, 5))
     assert (len(result.fixed), result.edits) == (2, 1)
+    assert result.new_lines() == ([] if unscaling else ["s.unscale_(opt)"]), "a line that is moved is no new one"
     assert result.new == GO + BACKWARD + "    s.unscale_(opt)\n" + path.read_text()[len(GO + BACKWARD) :].replace(
         unscaling, "", bool(unscaling)
     )

@@ -84,9 +84,14 @@ class Corrected:
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
     def new_lines(self) -> list[str]:
-        """Return the statements that the edits write, complete, without the indentation that all of them have."""
+        """Return the statements that the edits write, complete, without the indentation that all of them have.
+
+        None if lines are removed or moved, which new ones do not show.
+        """
         source = ScriptSource(self.new)
         edited = difflib.SequenceMatcher(None, _rows(self.old), _rows(self.new), autojunk=False).get_opcodes()
+        if any(tag == "delete" for tag, *_ in edited):
+            return []
         lines: set[int] = set()
         for line in (line for tag, _, _, start, end in edited if tag != "equal" for line in range(start + 1, end + 1)):
             lines.add(line)

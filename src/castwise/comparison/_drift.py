@@ -266,7 +266,10 @@ class Drift(Shown):
         return ": ".join(filter(None, closest(self)))
 
     def summary_rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the summary table as text, header first: one per policy, and one for the noise."""
+        """Return the rows of the summary table as text, header first: one per policy, and one for the noise.
+
+        Columns without a number are left out.
+        """
         header = ("policy", "loss", "relative error", "gradient cosine", "norm ratio")
         # Of policies, the table of modules has it too: the root's introduced and carried errors.
         has_outputs = any(policy.summary.output_errors is not None for policy in self if not policy.modules)
@@ -289,7 +292,8 @@ class Drift(Shown):
                 row += map(_number, (tokens.mean_difference, tokens.largest_difference, tokens.kl_k1, tokens.kl_k3))
                 row += [percent(tokens.outside_band)]
             rows.append((*row, *([""] * (len(rows[0]) - len(row)))))
-        return rows
+        shown = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+        return [tuple(row[column] for column in shown) for row in rows]
 
     def frame(self) -> pandas.DataFrame:
         """Return a pandas frame with a row for each policy and module.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +62,7 @@ def write_drift_report(
         frontier=() if tuned is None else tuned.frontier.rows(),
         not_tried=() if tuned is None else tuned.not_tried,
         not_called=(drift if tuned is None else tuned).not_called,
-        summary=_without_empty_columns(drift.summary_rows()),
+        summary=drift.summary_rows(),
         title=title,
         reason=reason,
         no_columns=_without_columns(drift),
@@ -155,12 +155,6 @@ def _by_shift(drift: PolicyDrift, batches: int) -> list[ModuleDrift]:
 
 def _known(shift: float | None) -> float:
     return -1.0 if shift is None or math.isnan(shift) else shift
-
-
-def _without_empty_columns(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    head, *others = rows
-    shown = [column for column in range(len(head)) if not others or any(row[column] for row in others)]
-    return [[row[column] for column in shown] for row in rows]
 
 
 def _has_errors(drift: PolicyDrift) -> bool:
