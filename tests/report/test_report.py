@@ -177,6 +177,24 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
     assert page.figures["flush-1"]["names"]["outputs"] == [EVIL]  # as it is: the page's script escapes it for plotly
 
 
+def test_mistakes_lead_where_the_verdict_has_only_notes(tmp_path: Path) -> None:
+    mistake = {
+        "kind": "mistake",
+        "line": 1,
+        "file": "t.py",
+        **dict.fromkeys(("name", "text", "corrected", "source"), "x"),
+    }
+    for name, first, second in (("healthy", "mistakes", "verdict"), ("troubled", "verdict", "mistakes")):
+        getattr(recorded, name)(tmp_path / name, steps=400, layers=1)
+        file = tmp_path / name / "monitor.jsonl.gz"
+        recorded.write_lines(file, *recorded.lines_in(file), json.dumps(mistake))
+        page = page_of(tmp_path, tmp_path / name)
+        sections = [attributes.get("id") for tag, attributes in page.tags if tag == "section"]
+        assert sections[:2] == [first, second]
+        links = [attributes.get("href") for tag, attributes in page.tags if tag == "a" and "class" not in attributes]
+        assert links[:2] == [f"#{first}", f"#{second}"]
+
+
 def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
     run = Run.read(recorded.troubled(tmp_path, steps=1500, layers=1))
     modules = list(run.samples[0].modules)

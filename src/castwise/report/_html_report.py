@@ -315,9 +315,12 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
     opened = next(filter(None, of_verdicts), ("gradients", views[0].facts.computes_in or "fp16"))
     figures = {f"{name}-{view.number}": figure for view in views for name, figure in view.figures.items()}
     losses = overlaid([(shortened(view.label, MAX_NAME), view.loss) for view in views])
+    mistakes = distinct_mistakes(view.facts.run for view in views)
+    in_trouble = any(piece.severity in ("critical", "warning") for view in views for piece in view.verdict)
     return environment.get_template("report.html.j2").render(
         views=views,
-        mistakes=distinct_mistakes(view.facts.run for view in views),
+        mistakes=mistakes,
+        mistakes_lead=bool(mistakes) and not in_trouble,
         measures=MEASURES,
         losses=losses,
         drawn={name for view in views for name in view.figures},
