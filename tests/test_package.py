@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "_mistakes": {"amp", "tracing"},
     "_invariants": {"amp"},
     "diagnosis": {"amp", "policy", "tracing", "_mistakes"},
-    "checking": {"amp", "tracing"},
+    "checking": {"amp", "tracing", "_mistakes"},
     "comparison": {"amp", "policy", "_recipes", "tracing", "diagnosis", "report"},
     "tuning": {"amp", "policy", "_recipes", "_doctor", "comparison", "report"},
     "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "_invariants", "diagnosis"},

@@ -193,8 +193,12 @@ def test_a_program_that_stops_being_reproducible_cannot_be_told() -> None:
 def test_a_program_without_enough_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="the program took 2 optimizer steps of 3: record fewer steps"):
         record(program(), steps=3)
+    with pytest.raises(ValueError, match="took 0 optimizer steps of 1: processes that it starts itself are not seen"):
+        record(lambda: None, steps=1)
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         record(program(), steps=0)
+    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+        record(program(), steps=1, ranks=0)
 
 
 def test_fewer_steps_than_recorded_cannot_be_told() -> None:

@@ -90,3 +90,18 @@ def test_the_command_names_the_commit_and_the_module(tmp_path: Path, monkeypatch
     found = json.loads(out)
     assert (found["commit"], found["kind"], found["where"]) == (commits[1], "different", "1, forward")
     assert castwise("record", "train.py", "--bisect", "main~1..main")[0] == 2
+
+
+def test_ops_are_compared_with_those_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    committed(tmp_path / "runs", [SCRIPT])
+    (tmp_path / "runs" / "train.py").write_text(SCRIPT.replace("else 1e-5", "else 1e-4"))
+    monkeypatch.chdir(tmp_path / "runs")
+    code, out, err = castwise("train.py", "--ops", "HEAD")
+    assert (code, err) == (0, "")
+    summary, line, _ = out.splitlines()
+    assert summary.endswith("now: 1 difference")
+    assert line.startswith("  1, forward (train.py:")
+    assert line.endswith("): native_layer_norm, eps 1e-05 is now 0.0001")
+    assert git(tmp_path / "runs", "worktree", "list").count("\n") == 0
+    assert castwise("train.py", "--ops", "nothing") == (125, "", "castwise check: git knows no commit 'nothing'\n")

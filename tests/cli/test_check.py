@@ -82,6 +82,14 @@ def test_files_that_are_not_there_exit_with_125(recorded: Path, words: tuple[str
         ("record x.py --against g", "--against is for checking; `record` writes to --out"),
         ("x.py --steps 2", "--steps is for `castwise check record`; the golden file has the steps"),
         ("record x.py --steps 0", "--steps must be at least 1, got 0"),
+        ("x.py --ranks 2", "--ranks is for `castwise check record`; the golden file has the ranks"),
+        ("record x.py --ranks 0", "--ranks must be at least 1, got 0"),
+        ("x.py --ops . --steps 0", "--steps must be at least 1, got 0"),
+        ("record x.py --ops .", "--ops is for checking; leave out `record`"),
+        (
+            "x.py --ops . --against g",
+            "--ops compares two versions of the script without a golden file; leave out --against and --bisect",
+        ),
     ],
 )
 def test_options_that_do_not_go_together_exit_with_2(line: str, said: str) -> None:
@@ -94,3 +102,31 @@ def test_accept_prints_what_changed_and_records_it(words: tuple[str, ...], tmp_p
     code, out, _ = castwise("accept", words[0], "--against", str(golden), "--", "1e-4")
     assert (code, out.partition("\n")[0]) == (0, "different function: 1, forward, step 1")
     assert castwise(words[0], "--against", str(golden), "--", "1e-4")[0] == 0
+
+
+def test_ops_are_compared_with_those_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, other in (("here", "relu"), ("there", "exp")):
+        (tmp_path / folder / "runs").mkdir(parents=True)
+        (tmp_path / folder / "runs" / "train.py").write_text("import torch, part\n" + SCRIPT.replace(".square", ".abs"))
+        (tmp_path / folder / "runs" / "part.py").write_text(f"import torch\ntorch.Tensor.abs = torch.Tensor.{other}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    words = ("runs/train.py", "--ops", "../there", "--steps", "1")
+    code, out, err = castwise(*words)
+    assert (code, err) == (0, "")
+    line = 1 + (tmp_path / "here" / "runs" / "train.py").read_text().splitlines().index(
+        "    return module.model(x).abs().mean()"
+    )
+    assert out.splitlines()[1] == (
+        f"  outside modules, forward (runs/train.py:{line}): exp float32 replaced by relu float32"
+    )
+    code, out, _ = castwise(*words, "--json")
+    found = json.loads(out)["differences"][0]
+    assert (code, found["phase"], found["modules"], found["rounds_more"]) == (0, "forward", [], False)
+    code, _, err = castwise("part.py", "--ops", "../there/runs")
+    assert (code, err) == (
+        125,
+        "castwise check: cannot read part.py: No such file or directory; give the path of a "
+        "script, or -m and the name of a module\n",
+    )
+    (tmp_path / "here" / "train.py").write_text("")
+    assert castwise("train.py", "--ops", "../there")[::2] == (125, "castwise check: there is no train.py in ../there\n")

@@ -272,6 +272,7 @@ METAVARS = {
         "[first|diagnose|nothing]",
         "INVARIANT[=PATTERN]",
         "GOOD..BAD",
+        "FOLDER|COMMIT",
         "[mistake|warning|critical]",
     ),
 }

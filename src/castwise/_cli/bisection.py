@@ -52,7 +52,7 @@ class Bisection:
         good, dots, bad = commits.partition("..")
         if not (good and dots and bad) or bad.startswith("."):
             raise UserError(f"--bisect must be GOOD..BAD, as in --bisect v1.2..HEAD, got {commits!r}")
-        return cls(_commit(good), _commit(bad), check, say)
+        return cls(commit_named(good), commit_named(bad), check, say)
 
     def first(self, record: Callable[[Path], None]) -> tuple[str, Tried]:
         """Return the first commit that differs, and what was said of it.
@@ -63,7 +63,7 @@ class Bisection:
         Raises:
             UserError: Nothing differs at the bad commit, or a commit that may be the first cannot be checked.
         """
-        with _work_tree(self.good) as folder:
+        with work_tree(self.good) as folder:
             record(folder)
             _git("checkout", "--quiet", "--detach", self.bad, cwd=folder)
             found = {self.bad: self._tried(folder, self.bad)}
@@ -76,11 +76,11 @@ class Bisection:
             said = _git("bisect", "start", self.bad, self.good, cwd=folder)
             try:
                 while "is the first bad commit" not in said:
-                    commit = _commit("HEAD", folder)
+                    commit = commit_named("HEAD", folder)
                     found[commit] = self._tried(folder, commit)
                     word = {SAME: "good", DIFFERENT: "bad"}.get(found[commit].exit_code, "skip")
                     said = _git("bisect", word, cwd=folder)
-                first = _commit("refs/bisect/bad", folder)
+                first = commit_named("refs/bisect/bad", folder)
             finally:
                 _git("bisect", "reset", self.good, cwd=folder)
         return first, found[first]
@@ -132,10 +132,10 @@ def subject(commit: str) -> str:
 
 
 @contextmanager
-def _work_tree(commit: str) -> Iterator[Path]:
-    """Check a commit out beside the repository; give the folder in it that corresponds to the current one."""
+def work_tree(commit: str) -> Iterator[Path]:
+    """Check a commit out outside the repository; give the folder in it that corresponds to the current one."""
     prefix = _git("rev-parse", "--show-prefix").strip()
-    with tempfile.TemporaryDirectory(prefix="castwise-bisect-") as outside:
+    with tempfile.TemporaryDirectory(prefix="castwise-tree-") as outside:
         tree = Path(outside, "tree")
         _git("worktree", "add", "--quiet", "--detach", str(tree), commit)
         try:
@@ -144,7 +144,12 @@ def _work_tree(commit: str) -> Iterator[Path]:
             _git("worktree", "remove", "--force", str(tree))
 
 
-def _commit(name: str, folder: Path | None = None) -> str:
+def commit_named(name: str, folder: Path | None = None) -> str:
+    """Return the hash of a commit.
+
+    Raises:
+        UserError: There is no git, or it knows no such commit.
+    """
     why = f"git knows no commit {name!r}"
     return _git("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}", cwd=folder, why=why)
 
@@ -157,7 +162,7 @@ def _git(*words: str, cwd: Path | None = None, why: str = "") -> str:
     try:
         done = subprocess.run(["git", *words], cwd=cwd, capture_output=True, text=True)
     except FileNotFoundError:
-        raise UserError("--bisect needs git: install it") from None
+        raise UserError("this needs git: install it") from None
     if done.returncode:
         raise UserError(why or f"git {' '.join(words[:2])}: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from castwise._cli.program import Program
+from castwise._cli.program import LAUNCHERS, LAUNCHING_MODULES, Program
 from castwise._user_error import UserError
 
 if TYPE_CHECKING:
@@ -30,9 +32,11 @@ class ScriptRun:
     name: str
     arguments: tuple[str, ...]
     is_module: bool
+    folder: Path = Path()
 
     def __call__(self) -> None:
-        """Run it."""
+        """Run it, in its folder."""
+        os.chdir(self.folder)
         gc.freeze()  # the script's models are looked for among all objects but those that castwise and torch made
         self.program().execute()
 
@@ -64,7 +68,17 @@ def check(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", metavar="N", help="With `record`: optimizer steps to record. [default: 3]"),
+        typer.Option(
+            "--steps", metavar="N", help="With `record` and --ops: optimizer steps. [default: 3, and 2 with --ops]"
+        ),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            help="With `record` and --ops: processes to start, instead of torchrun. [default: 1]",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -79,6 +93,15 @@ def check(
             "[default: check the files as they are]",
         ),
     ] = None,
+    ops: Annotated[
+        str | None,
+        typer.Option(
+            "--ops",
+            metavar="FOLDER|COMMIT",
+            help="Compare the ops that SCRIPT runs here with those that it runs in another folder or at a commit, and "
+            "name the lines that differ. [default: check against the golden file]",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Check that a training script is the same function as when it was recorded, and as accurate.
@@ -88,9 +111,9 @@ def check(
     """
     try:
         action, run = _parsed(script, arguments or [], module)
-        _check_options(action, against, steps, out)
-        if bisect is not None and action != "check":
-            raise UserError(f"--bisect is for checking; leave out `{action}`")
+        options = {"--against": against, "--steps": steps, "--ranks": ranks, "--out": out, "--bisect": bisect}
+        _check_options(action, {**options, "--ops": ops})
+        _check_launcher(run)
     except UserError as error:
         typer.echo(f"castwise check: {error}", err=True)
         raise typer.Exit(USER_ERROR) from None
@@ -99,8 +122,11 @@ def check(
             _bisect(run, bisect, against, as_json)
             return
         run.program()
+        if ops is not None:
+            _compare_ops(run, ops, steps or 2, ranks or 1, as_json)
+            return
         if action == "record":
-            _print_golden(_record(run, 3 if steps is None else steps, out or Path(GOLDEN)), as_json)
+            _print_golden(_record(run, steps or 3, ranks or 1, out or Path(GOLDEN)), as_json)
             return
         found = _check(run, against or Path(GOLDEN))
         if action == "accept":
@@ -121,14 +147,30 @@ def _parsed(script: str, arguments: list[str], is_module: bool) -> tuple[str, Sc
     return script, ScriptRun(arguments[0], tuple(arguments[1:]), is_module)
 
 
-def _check_options(action: str, against: Path | None, steps: int | None, out: Path | None) -> None:
-    if action == "record" and against is not None:
+def _check_options(action: str, options: dict[str, Any]) -> None:
+    given = [option for option, value in options.items() if value is not None]
+    if action == "record" and "--against" in given:
         raise UserError("--against is for checking; `record` writes to --out")
-    if action != "record" and (steps is not None or out is not None):
-        option = "--steps" if steps is not None else "--out"
-        raise UserError(f"{option} is for `castwise check record`; the golden file has the steps")
-    if steps is not None and steps < 1:
-        raise UserError(f"--steps must be at least 1, got {steps}")
+    for option in ("--bisect", "--ops"):
+        if option in given and action != "check":
+            raise UserError(f"{option} is for checking; leave out `{action}`")
+    compares_ops = "--ops" in given
+    if compares_ops and ("--against" in given or "--bisect" in given):
+        raise UserError(
+            "--ops compares two versions of the script without a golden file; leave out --against and --bisect"
+        )
+    for option, what in (("--steps", "steps"), ("--ranks", "ranks"), ("--out", "steps")):
+        if option in given and action != "record" and not (compares_ops and option != "--out"):
+            raise UserError(f"{option} is for `castwise check record`; the golden file has the {what}")
+        if option != "--out" and option in given and options[option] < 1:
+            raise UserError(f"{option} must be at least 1, got {options[option]}")
+
+
+def _check_launcher(run: ScriptRun) -> None:
+    """Refuse launchers of ranks: each run needs ranks of its own."""
+    is_launcher = run.name in LAUNCHING_MODULES if run.is_module else Path(run.name).name in LAUNCHERS
+    if is_launcher or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError("castwise starts the ranks itself, for each run: castwise check record --ranks N SCRIPT")
 
 
 def _load(path: Path) -> Golden:
@@ -157,7 +199,7 @@ def _check(run: ScriptRun, path: Path) -> CheckResult:
         raise UserError(f"{run.name} failed:\n{error}") from None
 
 
-def _record(run: ScriptRun, steps: int, out: Path) -> Golden:
+def _record(run: ScriptRun, steps: int, ranks: int, out: Path) -> Golden:
     from castwise._terminal import progress_bar
     from castwise.checking._checking import NotReproducibleError, record
     from castwise.checking._measuring import ProgramError
@@ -166,7 +208,7 @@ def _record(run: ScriptRun, steps: int, out: Path) -> Golden:
         raise UserError(f"cannot write {out}: there is no folder {out.parent}; create it first")
     try:
         with progress_bar() as progress:
-            golden = record(run, steps, apart=True, progress=progress)
+            golden = record(run, steps, apart=True, ranks=ranks, progress=progress)
         golden.save(out)
     except ProgramError as error:
         raise UserError(f"{run.name} failed:\n{error}") from None
@@ -181,7 +223,8 @@ def _record(run: ScriptRun, steps: int, out: Path) -> Golden:
 def _accept(run: ScriptRun, found: CheckResult, path: Path, as_json: bool) -> None:
     """Record again, and print what has changed since the last recording."""
     if found.kind != "identical":
-        _record(run, _load(path).steps, path)
+        before = _load(path)
+        _record(run, before.steps, int(before.about.get("ranks", 1)), path)
     _print(found, as_json)
 
 
@@ -201,6 +244,31 @@ def _bisect(run: ScriptRun, commits: str, against: Path | None, as_json: bool) -
         typer.echo(json.dumps({"commit": first, **tried.result}))
     else:
         typer.echo(f"the first commit that differs: {subject(first)}\n{tried.result['verdict']}")
+
+
+def _compare_ops(run: ScriptRun, other: str, steps: int, ranks: int, as_json: bool) -> None:
+    """Print which ops differ from those of the script in another folder or at another commit."""
+    from castwise._cli.bisection import commit_named, work_tree
+    from castwise._terminal import progress_bar
+    from castwise.checking._checking import compare_ops
+    from castwise.checking._measuring import ProgramError
+
+    if Path(run.name).is_absolute():
+        raise UserError(f"with --ops, give the script's path relative to this folder, not {run.name}")
+    before = nullcontext(Path(other)) if Path(other).is_dir() else work_tree(commit_named(other))
+    with before as folder:
+        if not (run.is_module or Path(folder, run.name).exists()):
+            raise UserError(f"there is no {run.name} in {other}")
+        try:
+            with progress_bar() as progress:
+                old = replace(run, folder=folder)
+                found = compare_ops(old, run, steps, apart=True, ranks=ranks, progress=progress)
+        except ProgramError as error:
+            raise UserError(f"{run.name} failed:\n{error}") from None
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+    else:
+        typer.echo("\n".join(found.lines()))
 
 
 def _print_golden(golden: Golden, as_json: bool) -> None:

@@ -29,13 +29,13 @@ _PYTHON = re.compile(r"python[\d.]*(\.exe)?")
 _PYTHONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 _PYTHONS_LETTERS = tuple("bBdEiIOPqRsStuvWxX")
 _AS_MODULE = "-m castwise run"
-_LAUNCHERS = {
+LAUNCHERS = {
     **dict.fromkeys(("accelerate", "accelerate-launch", "torchrun"), _AS_MODULE),
     "deepspeed": "--module castwise run",
     **dict.fromkeys(("mpiexec", "mpirun", "srun"), f"python {_AS_MODULE}"),
 }
 """What follows the options of a launcher, which would otherwise start processes without castwise."""
-_LAUNCHING_MODULES = {"accelerate.commands.launch", "torch.distributed.launch", "torch.distributed.run"}
+LAUNCHING_MODULES = {"accelerate.commands.launch", "torch.distributed.launch", "torch.distributed.run"}
 
 
 class Program:
@@ -53,14 +53,14 @@ class Program:
     def __init__(self, name: str, arguments: list[str], *, is_module: bool) -> None:
         self.name, self.arguments, self.is_module = name, arguments, is_module
         if is_module:
-            if name in _LAUNCHING_MODULES:
+            if name in LAUNCHING_MODULES:
                 raise UserError(_started_by(f"python -m {name}", arguments))
             _check_module(name)
             return
         path = Path(name)
         if arguments and _PYTHON.fullmatch(path.name):
             raise UserError(_without_python(name, arguments))
-        if path.name in _LAUNCHERS:
+        if path.name in LAUNCHERS:
             raise UserError(_started_by(name, arguments))
         try:
             if path.is_dir() and (path / "__main__.py").is_file():
@@ -126,7 +126,7 @@ def _started_by(launcher: str, arguments: list[str]) -> str:
     name = Path(launcher).name
     scripts = (place for place, given in enumerate(arguments) if given.endswith(".py") or given in ("-m", "--module"))
     first = next(scripts, None)
-    run = _LAUNCHERS.get(name, _AS_MODULE)
+    run = LAUNCHERS.get(name, _AS_MODULE)
     if first is None:
         options, script = [*(["launch"] if name == "accelerate" else []), f"[options of {name}]"], "SCRIPT"
     else:

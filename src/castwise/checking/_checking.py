@@ -11,6 +11,7 @@ from castwise._notebook import notebook_progress
 from castwise.checking import _judging as judging
 from castwise.checking._golden import Golden
 from castwise.checking._measuring import Plan, Train, Way, measure, measure_apart
+from castwise.checking._ops import OpDifferences, differences
 from castwise.checking._recorder import DECIDING, Measurement
 from castwise.checking._result import CheckResult
 
@@ -33,16 +34,18 @@ class NotReproducibleError(Exception):
 class _Runs:
     """Runs a program in several ways, with progress."""
 
-    def __init__(self, train: Train, steps: int, apart: bool, progress: Progress | None, total: int) -> None:
-        self._train, self._steps, self._apart = train, steps, apart
+    def __init__(
+        self, train: Train, steps: int, apart: bool, progress: Progress | None, total: int, ranks: int = 1
+    ) -> None:
+        self._train, self._steps, self._apart, self._ranks = train, steps, apart or ranks > 1, ranks
         self._progress, self._done, self._total = progress, 0, total
 
-    def run(self, way: Way, seed: int = 0) -> Measurement:
+    def run(self, way: Way, seed: int = 0, train: Train | None = None) -> Measurement:
         if self._progress is not None:
             self._progress(f"run {self._done + 1} ({way})", self._done, max(self._total, self._done + 1))
         self._done += 1
-        plan = Plan(way, self._steps, seed)
-        return measure_apart(self._train, plan) if self._apart else measure(self._train, plan)
+        plan = Plan(way, self._steps, seed, self._ranks)
+        return (measure_apart if self._apart else measure)(train or self._train, plan)
 
 
 def record(
@@ -50,6 +53,7 @@ def record(
     steps: int = 3,
     *,
     apart: bool = False,
+    ranks: int = 1,
     progress: Progress | None = None,
 ) -> Golden:
     """Run a program ten times and return what it computes, and how accurately.
@@ -64,10 +68,12 @@ def record(
         steps: Steps of each optimizer until the program is ended, at least 1.
         apart: Whether each run is a process of its own, for programs that change state outside themselves. On Linux,
             castwise's own process must then not have computed anything on an accelerator.
+        ranks: Processes that run the program together, started with the variables that torchrun sets. More than one
+            are always apart. What rank 0 computes is compared, and of all ranks whether the bits are the same.
         progress: Called before each run with what it is, the runs done, and all runs. By default, notebooks show a bar.
 
     Raises:
-        ValueError: `steps` is below 1, or the program takes fewer steps and no probe.
+        ValueError: `steps` or `ranks` is below 1, or the program takes fewer steps and no probe.
         NotReproducibleError: Two runs of the program differ in float64.
         ProgramError: With `apart`, the program raised.
 
@@ -85,10 +91,15 @@ def record(
         >>> castwise.checking.check(train, golden).kind
         'identical'
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    _check_counts(steps, ranks)
     with notebook_progress() as shown:
-        return _record(_Runs(train, steps, apart, progress or shown, 4 + ROUNDED_RUNS), steps)
+        return _record(_Runs(train, steps, apart, progress or shown, 4 + ROUNDED_RUNS, ranks), steps)
+
+
+def _check_counts(steps: int, ranks: int) -> None:
+    for name, count in (("steps", steps), ("ranks", ranks)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
 
 
 def _record(runs: _Runs, steps: int) -> Golden:
@@ -112,7 +123,8 @@ def _check_steps(plain: Measurement, steps: int) -> None:
     has_values = any(key.kind == "value" for key in plain.probes)
     if plain.steps < steps and not (has_values and plain.steps == 0):
         skipped = f", and its scaler skipped {plain.skipped}" if plain.skipped else ""
-        raise ValueError(f"the program took {plain.steps} optimizer steps of {steps}{skipped}: record fewer steps")
+        advice = "record fewer steps" if plain.steps else "processes that it starts itself are not seen; see `ranks`"
+        raise ValueError(f"the program took {plain.steps} optimizer steps of {steps}{skipped}: {advice}")
 
 
 def _golden_of(
@@ -174,7 +186,8 @@ def check(
     """
     golden = golden if isinstance(golden, Golden) else Golden.load(golden)
     with notebook_progress() as shown:
-        return _check(_Runs(train, golden.steps or 1, apart, progress or shown, 3), golden)
+        ranks = int(golden.about.get("ranks", 1))
+        return _check(_Runs(train, golden.steps or 1, apart, progress or shown, 3, ranks), golden)
 
 
 def _check(runs: _Runs, golden: Golden) -> CheckResult:
@@ -268,6 +281,38 @@ def _accuracy(
     if worst is None:
         notes += ("no value is accurate enough in the golden to compare its accuracy",)
     return CheckResult("same", "same function, as accurate", accuracy=worst, notes=notes, **facts)
+
+
+def compare_ops(
+    before: Train,
+    now: Train,
+    steps: int = 2,
+    *,
+    apart: bool = False,
+    ranks: int = 1,
+    progress: Progress | None = None,
+) -> OpDifferences:
+    """Return which ops of two versions of a program differ: by module and line, with dtypes and arguments.
+
+    Each runs once in its own dtypes. This names what has changed and judges nothing: a rewrite that computes the same
+    runs other ops, too. It also shows one more rounding to bfloat16, which no value tells from the others.
+
+    Args:
+        before: The old version; see `record`.
+        now: The new version.
+        steps: Optimizer steps that are compared, at least 1.
+        apart: See `record`.
+        ranks: See `record`.
+        progress: See `record`.
+
+    Raises:
+        ValueError: `steps` or `ranks` is below 1.
+        ProgramError: With `apart`, a version raised.
+    """
+    _check_counts(steps, ranks)
+    with notebook_progress() as shown:
+        runs = _Runs(before, steps, apart, progress or shown, 2, ranks)
+        return differences(runs.run("ops").ops, runs.run("ops", train=now).ops)
 
 
 def _environment_notes(golden: Golden, plain: Measurement) -> tuple[str, ...]:

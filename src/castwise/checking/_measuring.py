@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import random
@@ -11,23 +12,24 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from castwise._torch_private import is_compiler_loaded
 from castwise._version import __version__
+from castwise.checking._ops import OpLog
 from castwise.checking._promotion import exact_arithmetic
 from castwise.checking._recorder import Measurement, Recorder
 from castwise.checking._rounding import RandomRounding
 
 Train = Callable[..., Any]
-Way = Literal["plain", "local", "rounded", "exact", "exact-rounded"]
+Way = Literal["plain", "local", "rounded", "exact", "exact-rounded", "ops"]
 """How a program runs: as it is; with each module again in float64; also with random rounding; in float64; in float64
-with random rounding."""
+with random rounding; with a log of its ops."""
 
 
 class ProgramError(Exception):
@@ -49,11 +51,13 @@ class Plan:
         way: See `Way`.
         steps: Optimizer steps until it is ended.
         seed: Seed of the random rounding.
+        ranks: Processes that run it together, with the variables that torchrun sets; more than one only apart.
     """
 
     way: Way
     steps: int
     seed: int = 0
+    ranks: int = 1
 
 
 def measure(train: Train, plan: Plan) -> Measurement:
@@ -81,6 +85,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
         reruns=plan.way in ("local", "rounded"),
         after_step=None if rounding is None else move,
     )
+    log = OpLog(recorder.names) if plan.way == "ops" else None
     with ExitStack() as stack:
         stack.enter_context(_seeded())
         stack.enter_context(nullcontext() if plan.way == "plain" else _without_compiler())
@@ -89,12 +94,16 @@ def measure(train: Train, plan: Plan) -> Measurement:
             stack.enter_context(exact_arithmetic())
         if rounding is not None:
             stack.enter_context(rounding)
+        if log is not None:
+            stack.enter_context(log.watching())
         try:
             train(*([recorder] if takes_probe else []))
         except SystemExit as exit_:
             if exit_.code not in (None, 0):
                 raise
-    recorder.measurement.about = _about()
+    recorder.measurement.about = {**_about(), "ranks": plan.ranks}
+    if log is not None:
+        recorder.measurement.ops = log.calls
     if rounding is not None:
         recorder.measurement.dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in rounding.dtypes)
     return recorder.measurement
@@ -154,7 +163,7 @@ def _seeded() -> Iterator[None]:
 
 
 def measure_apart(train: Train, plan: Plan) -> Measurement:
-    """Run a program in a new process, so that it finds nothing of its earlier runs.
+    """Run a program in new processes, so that it finds nothing of its earlier runs, and return what rank 0 has shown.
 
     Raises:
         ProgramError: It raised, or ended its process; the text has its traceback or the end of its output.
@@ -163,29 +172,77 @@ def measure_apart(train: Train, plan: Plan) -> Measurement:
     # first optimizer of a process loads the compiler, which takes seconds, and is therefore made here.
     torch.optim.SGD([torch.empty(0)], lr=1.0)
     context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
-    receiver, sender = context.Pipe(duplex=False)
+    port = _free_port() if plan.ranks > 1 else 0
     with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
-        output = Path(folder, "output")
-        process = context.Process(target=_run_apart, args=(train, plan, sender, str(output)))
-        process.start()
-        sender.close()
-        try:
-            result = receiver.recv()
-        except EOFError:
-            result = None
-        finally:
-            process.join()
-        printed = output.read_text(errors="replace") if output.exists() else ""
-    if isinstance(result, Measurement):
-        return result
-    if result is None:
-        raise ProgramError(
-            f"the program ended its process with exit code {process.exitcode}\n{printed[-2000:]}".strip()
-        )
-    raise ProgramError(str(result))
+        ranks: dict[Any, _Rank] = {}
+        for number in range(plan.ranks):
+            output = Path(folder, f"output-{number}")
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_run_apart, args=(train, plan, number, port, theirs, str(output)))
+            process.start()
+            theirs.close()
+            ranks[ours] = _Rank(number, process, output)
+        results = _received(ranks)
+    first = results[0]
+    first.digests = ["+".join(of_step) for of_step in zip(*(each.digests for each in results), strict=False)]
+    return first
 
 
-def _run_apart(train: Train, plan: Plan, sender: Any, output: str) -> None:
+class _Rank(NamedTuple):
+    """A process that runs a program."""
+
+    number: int
+    process: Any
+    output: Path
+
+
+def _received(ranks: dict[Any, _Rank]) -> list[Measurement]:
+    """Return what each rank has sent; end all others if one fails."""
+    results: dict[int, Measurement] = {}
+    try:
+        while len(results) < len(ranks):
+            waited: list[Any] = [end for end, rank in ranks.items() if rank.number not in results]
+            for end in multiprocessing.connection.wait(waited):
+                rank = ranks[end]
+                results[rank.number] = _result_of(end, rank)
+    except BaseException:
+        for rank in ranks.values():
+            rank.process.terminate()
+        raise
+    finally:
+        for end in ranks:
+            with suppress(OSError):
+                end.send("end")  # a rank that has sent its result ends only now: the others may still talk to it
+            end.close()
+        for rank in ranks.values():
+            rank.process.join()
+    return [results[number] for number in sorted(results)]
+
+
+def _result_of(end: Any, rank: _Rank) -> Measurement:
+    try:
+        result = end.recv()
+    except EOFError:
+        rank.process.join()
+        printed = rank.output.read_text(errors="replace") if rank.output.exists() else ""
+        code = rank.process.exitcode
+        result = f"the program ended its process with exit code {code}\n{printed[-2000:]}".strip()
+    if not isinstance(result, Measurement):
+        raise ProgramError(str(result))
+    return result
+
+
+def _free_port() -> int:
+    """Return a port at which the ranks can meet; what finds it is closed before they start."""
+    distributed: Any = torch.distributed  # which exports no TCPStore to type checkers
+    return int(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+
+
+def _run_apart(train: Train, plan: Plan, rank: int, port: int, end: Any, output: str) -> None:
+    if plan.ranks > 1:
+        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.ranks, "LOCAL_WORLD_SIZE": plan.ranks}
+        os.environ.update({name: str(number) for name, number in (numbers | {"MASTER_PORT": port}).items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -197,7 +254,8 @@ def _run_apart(train: Train, plan: Plan, sender: Any, output: str) -> None:
         result = f"the program exited with code {exit_.code}"
     except BaseException:
         result = traceback.format_exc()
-    sender.send(result)
-    sender.close()
+    end.send(result)
+    with suppress(EOFError, OSError):
+        end.recv()
     sys.stdout.flush()
     os._exit(0)

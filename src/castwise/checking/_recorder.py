@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.optim import optimizer as optimizer_hooks
 from castwise._torch_private import buffers_in, is_backward_running, tree_leaves, tree_map, without_dispatch_modes
 from castwise.amp import GradScaler, autocast
 from castwise.checking._names import Names
+from castwise.checking._ops import OpCall
 from castwise.checking._promotion import exact_arithmetic, widen
 from castwise.checking._sketches import Sketch, digest_of, sketch_of
 
@@ -58,6 +60,7 @@ class Measurement:
         settings: Settings of each optimizer at each step.
         local: Relative errors of modules against float64 on their own inputs.
         dtypes: Names of the floating-point dtypes that ops returned; only of runs with random rounding.
+        ops: The ops that ran, in order; only if they were asked for.
         about: Versions, device and threads.
         steps: Optimizer steps taken.
         skipped: Steps that a gradient scaler skipped.
@@ -69,6 +72,7 @@ class Measurement:
     settings: list[list[dict[str, Any]]] = field(default_factory=list)
     local: dict[str, float] = field(default_factory=dict)
     dtypes: list[str] = field(default_factory=list)
+    ops: list[OpCall] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
     skipped: int = 0
@@ -101,7 +105,7 @@ class Recorder:
         self.measurement = Measurement()
         self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
         self._watches_modules, self._reruns = watches_modules, reruns
-        self._names = Names()
+        self.names = Names()
         self._places: dict[ProbeKey, float] = {}
         self._place = itertools.count()
         self._calls: dict[tuple[str, str], int] = {}
@@ -177,10 +181,10 @@ class Recorder:
     def _calling(self, module: nn.Module, args: Any) -> None:
         if self._is_off or is_backward_running() or not torch.is_grad_enabled():
             return
-        name = self._names.module(module)
+        name = self.names.module(module)
         call, place = self._next_call("forward", name), next(self._place)
         caller = self._stack[-1][0] if self._stack else None
-        state = torch.get_rng_state() if self._wants_rerun(call) else None
+        state = torch.get_rng_state() if self._wants_rerun(module, call) else None
         self._stack.append((name, call, place, (caller, state)))
         self._put_inputs(name, call, place, caller, args, 0)
 
@@ -194,7 +198,7 @@ class Recorder:
     def _called(self, module: nn.Module, args: Any, *rest: Any) -> None:
         if self._is_off or is_backward_running() or not torch.is_grad_enabled() or not self._stack:
             return
-        name = self._names.module(module)
+        name = self.names.module(module)
         while self._stack and self._stack[-1][0] != name:  # calls that raised
             self._stack.pop()
         if not self._stack:
@@ -225,18 +229,18 @@ class Recorder:
             self._nested = 0
             raise EndOfRun
         params = _params_of(optimizer)
-        self._names.find_params(params)
+        self.names.find_params(params)
         if id(optimizer) not in self._counts:
             self._counts[id(optimizer)] = 0
             self._optimizers = self._optimizers or self._of_this_program()
             for param in params:
-                self._store(ProbeKey(0, "param", self._names.param(param)), param, -1.0)
+                self._store(ProbeKey(0, "param", self.names.param(param)), param, -1.0)
         self._note_settings(optimizer)
         scale = getattr(optimizer, "grad_scale", None)
         with torch.no_grad(), without_dispatch_modes():
             for param in params:
                 if param.grad is not None:
-                    name = self._names.param(param)
+                    name = self.names.param(param)
                     key = ProbeKey(self._counts[id(optimizer)], "gradient", name)
                     self._store(key, param.grad, scale=1.0 if scale is None else float(scale))
             self._before = {param: param.detach().clone() for param in params}
@@ -244,7 +248,7 @@ class Recorder:
     def _of_this_program(self) -> list[Optimizer]:
         """Return the optimizers of the models that have been named; other programs of this process may have more."""
         optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-        return [found for found in optimizers if any(self._names.knows(param) for param in _params_of(found))]
+        return [found for found in optimizers if any(self.names.knows(param) for param in _params_of(found))]
 
     def _note_settings(self, optimizer: Optimizer) -> None:
         settings, step = self.measurement.settings, self._counts[id(optimizer)]
@@ -252,7 +256,7 @@ class Recorder:
             settings.append([])
         for number, group in enumerate(optimizer.param_groups):
             values = {name: _plain(x) for name, x in group.items() if name not in _IMPLEMENTATION}
-            names = [self._names.param(param) for param in group["params"]] if step == 0 else []
+            names = [self.names.param(param) for param in group["params"]] if step == 0 else []
             settings[step].append(
                 {"optimizer": type(optimizer).__name__, "group": number, "values": values, "params": names}
             )
@@ -267,10 +271,10 @@ class Recorder:
             if self._after_step is not None:
                 self._after_step(params)
             for param in params:
-                name = self._names.param(param)
+                name = self.names.param(param)
                 update = widen(param.detach()) - widen(self._before.pop(param))
                 self._store(ProbeKey(self._counts[id(optimizer)], "update", name), update)
-            buffers = list(self._names.buffers())
+            buffers = list(self.names.buffers())
             for name, buffer in buffers:
                 self._store(ProbeKey(self._counts[id(optimizer)], "buffer", name), buffer)
             self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
@@ -338,8 +342,8 @@ class Recorder:
 
     # Modules again in float64
 
-    def _wants_rerun(self, call: int) -> bool:
-        return self._reruns and self._step == 0 and call == 0
+    def _wants_rerun(self, module: nn.Module, call: int) -> bool:
+        return self._reruns and self._step == 0 and call == 0 and not _has_sharded_parts(module)
 
     def _rerun(self, module: nn.Module, name: str, args: Any, kwargs: Any, output: Any, state: torch.Tensor) -> None:
         """Compare a module's output with that of the same code in float64 on the same inputs."""
@@ -363,6 +367,12 @@ class Recorder:
             for table, before in buffers:
                 table.update(before)
             self._is_off = False
+
+
+def _has_sharded_parts(module: nn.Module) -> bool:
+    """Return True if `fully_shard` was applied to a module inside, whose weights a rerun would gather too early."""
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(inner, sharded) for inner in module.modules() if inner is not module)
 
 
 def _error(output: Any, exact: Any) -> float:

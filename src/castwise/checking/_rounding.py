@@ -69,12 +69,19 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             return value
         if not value.numel() or value.device.type == "meta":
             return value
+        if hasattr(value, "to_local"):
+            return self._moved_shards(value)
         self.dtypes.add(value.dtype)
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
         draws = torch.rand(value.shape, generator=self._generator(value.device), dtype=wide, device=value.device)
         # A step in the same dtype is rounded back to nothing half of the time unless it is twice as large.
         unit = UNITS[value.dtype] * (2 if wide == value.dtype else 1)
         return draws.mul_(2).sub_(1).mul_(unit).add_(1).mul_(value).to(value.dtype)
+
+    def _moved_shards(self, value: Any) -> Any:
+        """Return a DTensor with each element moved; replicas move alike, because all ranks have the same seed."""
+        layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
+        return type(value).from_local(self.moved(value.to_local()), value.device_mesh, value.placements, **layout)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
