@@ -14,6 +14,9 @@ from typer.testing import CliRunner
 
 from castwise._cli import app
 from castwise._fixing.corrections import Corrected, corrections
+from castwise._mistakes.corrected_code import loss_in_fp32
+from castwise._mistakes.mistake import Place
+from castwise._mistakes.script_line import ScriptLine
 from castwise.monitor import DiagnosisRecord, MistakeRecord
 from castwise.monitor._recorded_run import Run
 
@@ -363,6 +366,29 @@ def test_a_short_edit_is_shown_with_all_of_its_statement(old: str, new: str, tmp
         [Run(tmp_path, diagnoses=[DiagnosisRecord(3, "fault", "forward", "", "aten.div", text, EPSILON)])]
     )
     assert result.new_lines() == new.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "if torch:\r\n  l = f_loss(y, t)  # here\r\n",
+            'if 1:\r\n  with torch.autocast("cpu", enabled=False):\r\n      l = f_loss(y.float(), t)  # here\r\n',
+        ),
+        ("l = f_loss(y, t)  # here\n", ""),
+        ("a = torch; l = f_loss(y, t)  # here\n", ""),
+        ("torch\nl = f_loss(net(x), t)  # here\n", ""),  # the model would run in fp32 too
+    ],
+)
+def test_a_loss_that_overflows_is_computed_in_fp32(old: str, new: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_bytes(old.encode())
+    line = old[: old.index("# here")].count("\n") + 1
+    code = loss_in_fp32(ScriptLine(Place(str(path), line)), "cpu")
+    text = f"text\nat {path}:{line}: {old.splitlines()[line - 1].strip()}\ninput 0: float16 (4,), 0 .. 1"
+    record = DiagnosisRecord(3, "fault", "loss", "", "aten.mul", text, "compute the loss in fp32: ...", code=code)
+    [result] = corrections([Run(tmp_path, diagnoses=[record])])
+    assert result.content().decode() == (new or old)
 
 
 @pytest.fixture

@@ -149,6 +149,11 @@ def divergence_that_is_clamped(logits: Tensor, targets: Tensor, is_bad: bool) ->
     return (apart.exp() - 1 - apart).clamp(-10, 10).mean()  # here
 
 
+def energy_in_fp16(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    scaled = (logits * (1e4 if is_bad else 1.0)).half()
+    return torch.mul(scaled, scaled).float().mean()  # here
+
+
 OF_BACKWARD = [
     (root_of_zero, "aten.sqrt", "add an epsilon inside, (x + 1e-8).sqrt()"),
     (power_of_zero, "aten.pow", "add an epsilon inside, (x + 1e-8) ** p"),
@@ -169,6 +174,14 @@ def test_the_op_of_a_finite_loss_whose_gradient_is_not_finite(loss: Loss, op: st
     assert advice in found["advice"]
     if loss is branch_that_is_not_taken:
         assert found["code"] == f"# instead of line {line}:\nlogs = probabilities.clamp_min(1e-12).log()"
+
+
+def test_a_loss_that_only_overflows_in_fp16_is_to_be_computed_in_fp32() -> None:
+    found, later = trained(energy_in_fp16)
+    for record, op in ((found, "aten.mul"), (later, "aten.to")):
+        assert (record["op"], record["remedy"]) == (op, "float32")
+        assert record["advice"].startswith("compute the loss in fp32: call .float() on its arguments")
+        assert 'with torch.autocast("cpu", enabled=False):' in record["code"]
 
 
 def test_the_std_of_one_reward_is_named_although_it_is_in_no_graph() -> None:

@@ -195,6 +195,23 @@ def test_mistakes_lead_where_the_verdict_has_only_notes(tmp_path: Path) -> None:
         assert links[:2] == [f"#{first}", f"#{second}"]
 
 
+def test_an_edit_that_corrects_two_mistakes_is_offered_once(tmp_path: Path) -> None:
+    edits = [
+        "# moved from line 9 to before line 4:\nf()\n# or g()",
+        "# moved from line 9 to before line 4:\nf()",
+        "h()",
+        "h()",
+    ]
+    recorded.healthy(tmp_path / "run", steps=20, layers=1)
+    file = tmp_path / "run" / "monitor.jsonl.gz"
+    common = {"kind": "mistake", "file": "t.py", **dict.fromkeys(("name", "text", "source"), "x")}
+    mistakes = [json.dumps({**common, "line": line, "corrected": edit}) for line, edit in enumerate(edits, 5)]
+    recorded.write_lines(file, *recorded.lines_in(file), *mistakes)
+    page = page_of(tmp_path, tmp_path / "run")
+    assert page.text.count("The edit for line 5 corrects this too.") == 1
+    assert [attributes.get("aria-label") for _, attributes in page.tags].count("Corrected code") == 3
+
+
 def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
     run = Run.read(recorded.troubled(tmp_path, steps=1500, layers=1))
     modules = list(run.samples[0].modules)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from castwise._fixing.edits import Change, changed
-from castwise._fixing.mistake_fixes import Fix, fix_of_mistake
+from castwise._fixing.mistake_fixes import Fix, fix_of_loss, fix_of_mistake
 from castwise._mistakes.bounded_ops import bounded_input
 from castwise._mistakes.mistake import is_passed_over
 from castwise._script_source import ScriptSource
@@ -47,6 +47,8 @@ class Finding(NamedTuple):
             return "the line has changed since the run, or by another edit"
         if isinstance(self.record, MistakeRecord):
             return fix_of_mistake(self.record.name, source, line)
+        if self.record.code.startswith("with torch.autocast"):
+            return fix_of_loss(self.record.code, source, line)
         dtypes = [text.split()[0] for text in self.record.inputs if "float" in text.split()[0]]
         bounded = bounded_input(self.record.op, self.record.advice, dtypes, source, line)
         return bounded if isinstance(bounded, str) else (Change(*bounded[0], bounded[1]),)

@@ -54,6 +54,16 @@ def fix_of_mistake(name: str, source: ScriptSource, line: int) -> Fix:
     return possible[0] if len(possible) == 1 else "the line has several statements"
 
 
+def fix_of_loss(code: str, source: ScriptSource, line: int) -> Fix:
+    """Return the change that computes the loss of a line in fp32, by the code of a message for that line."""
+    statements = source.statements_at(line)
+    if len(statements) != 1 or indented(source, statements, "") is None or "torch" not in source.identifiers:
+        return _NOT_ONE_STATEMENT
+    [statement] = statements
+    indent = indent_of(source.line(statement.lineno))
+    return (instead(source, statement, code.replace("\n", f"{source.line_end}{indent}")),)
+
+
 def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
     scaler, optimizer = source.names_at(statement)
     if not scaler or not optimizer:

@@ -19,6 +19,7 @@ from castwise.diagnosis._lone_values import find_lone_value
 from castwise.diagnosis._loss_graph import LossFault, first_fault, first_fault_of_backward, frozen, nodes_of, saved_by
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._ranges import Range, range_of
+from castwise.diagnosis._remedies import Help, loss_in_float32
 
 _LINES_FROM = 2
 """The number of backwards at the start whose loss code is read for its lines."""
@@ -209,7 +210,7 @@ class LossCode:
         if fault.reads == "argument" and place and (of_one := _of_lone_value(loss, inputs, place)) is not None:
             return of_one
         output = None if fault.output is None else range_of(fault.output)
-        advice = _advice(fault, inputs, is_of_backward, self._has_models)
+        help_ = _help(fault, inputs, output, is_of_backward, self._has_models, ScriptLine(place), loss.device.type)
         is_nan = bool(loss.isnan()) if output is None else bool(output.nan)
         return Diagnosis(
             found=True,
@@ -221,9 +222,9 @@ class LossCode:
             outputs=() if output is None or fault.reads else (output,),
             value="nan" if is_nan else "inf",
             loss=float(loss.detach()),
-            remedy="input" if fault.reads == "argument" else "code",
-            advice=advice,
-            code=line_with_bound(ScriptLine(place), fault.name, advice, [given.dtype for given in inputs]),
+            remedy=help_.remedy,
+            advice=help_.advice,
+            code=help_.code,
             line="" if place is None else str(place),
             source="" if place is None else place.source,
         )
@@ -264,23 +265,36 @@ def _of_lone_value(loss: torch.Tensor, inputs: tuple[Range, ...], place: Place) 
     )
 
 
-def _advice(fault: LossFault, inputs: tuple[Range, ...], is_of_backward: bool, has_models: bool) -> str:
+def _help(
+    fault: LossFault,
+    inputs: tuple[Range, ...],
+    output: Range | None,
+    is_of_backward: bool,
+    has_models: bool,
+    line: ScriptLine,
+    device: str,
+) -> Help:
+    """Return the remedy for a fault in the code of a loss."""
     if fault.reads == "model":
-        return (
+        return Help(
+            "code",
             "the loss reads an inf or NaN from the model's output, such as -inf in masked logits: write a finite "
-            "number there, such as -1e4, or leave these elements out of the loss"
+            "number there, such as -1e4, or leave these elements out of the loss",
         )
     if fault.reads == "argument":
         such_as = "the targets" if has_models else "the batch or the targets"
-        return f"an argument of the loss, such as {such_as}, is not finite: check where it comes from"
+        return Help("input", f"an argument of the loss, such as {such_as}, is not finite: check where it comes from")
     advice = advice_on_op(fault.name, fault.name if is_of_backward else "", inputs)
+    if advice is UNKNOWN and {each.dtype for each in (inputs if output is None else (output,))} == {"float16"}:
+        return loss_in_float32(line, device)
+    code = line_with_bound(line, fault.name, advice, [given.dtype for given in inputs])
     if is_of_backward and advice is not UNKNOWN:
-        return advice
+        return Help("code", advice, code)
     if advice is UNKNOWN:
         advice = "check the arguments of the loss"
     if fault.has_unknown_inputs:
-        return f"not all inputs of this op are known: {advice}"
-    return f"this op of the loss is not finite in fp32 either: {advice}"
+        return Help("code", f"not all inputs of this op are known: {advice}", code)
+    return Help("code", f"this op of the loss is not finite in fp32 either: {advice}", code)
 
 
 def _structure(nodes: list[Any]) -> _Structure:

@@ -110,15 +110,17 @@ def keep_weights_in_float32(model: nn.Module, low: str) -> Help:
     return Help("float32", f"keep the weights in fp32, not in {low}: model.float()", "model.float()")
 
 
+def loss_in_float32(line: ScriptLine, device: str) -> Help:
+    """Return what computes the loss of a line in fp32."""
+    advice = "compute the loss in fp32: call .float() on its arguments, outside the autocast region"
+    return Help("float32", advice, loss_in_fp32(line, device))
+
+
 def _keep_in_float32(birth: Birth, low: str, device: str) -> Help:
     if birth.module:
         return keep_in_float32([birth.module], low, device)
     if birth.module is None:
-        return Help(
-            "float32",
-            "compute the loss in fp32: call .float() on its arguments, outside the autocast region",
-            loss_in_fp32(ScriptLine(birth.place), device),
-        )
+        return loss_in_float32(ScriptLine(birth.place), device)
     return Help(
         "float32",
         f"run {birth.op}, which the model's forward calls, in fp32: call .float() on its arguments with autocast "

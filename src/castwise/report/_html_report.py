@@ -18,6 +18,7 @@ from castwise._collector import paused
 from castwise._number_text import headroom, loss_text, percent, power_of_two, several
 from castwise.monitor._formats import LOW_PRECISION
 from castwise.monitor._recorded_run import Run, distinct_mistakes
+from castwise.monitor._records import MistakeRecord
 from castwise.monitor._run_files import read_runs
 from castwise.report._diagnosed import Diagnosed
 from castwise.report._figures import Figure, align
@@ -320,6 +321,7 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
     return environment.get_template("report.html.j2").render(
         views=views,
         mistakes=mistakes,
+        same_edits=_same_edits(mistakes),
         mistakes_lead=bool(mistakes) and not in_trouble,
         measures=MEASURES,
         losses=losses,
@@ -341,6 +343,18 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
         script_sources=[plotly.source, script_hash(script)],
         written=time.strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _same_edits(mistakes: Sequence[MistakeRecord]) -> dict[int, int]:
+    """Return for each mistake whose edit is that of an earlier one, by index, the line of that one."""
+    lines: dict[tuple[str, ...], int] = {}
+    same = {}
+    for index, mistake in enumerate(mistakes):
+        code = [line for line in mistake.corrected.splitlines() if not line.startswith("# or ")]
+        if code and re.match(r"# (moved|before|after|instead) ", code[0]):  # other code is for the mistake's own line
+            line = lines.setdefault((mistake.file, *code), mistake.line)
+            same.update({index: line} if line != mistake.line else {})
+    return same
 
 
 def _differing(views: Sequence[RunView]) -> list[str]:
