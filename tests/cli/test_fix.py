@@ -317,6 +317,11 @@ EPSILON = "and add an epsilon"
         ("aten.div", EPSILON, "float32", "y = a / self.norm(b)", ""),
         ("aten.div", EPSILON, "float32", "y = a / b.norm().clamp_min(1e-12)", ""),
         ("aten.reciprocal", EPSILON, "float32", "y = torch.reciprocal(w)", ""),
+        ("aten.reciprocal", EPSILON, "float32", "y = 1 / w.norm()", "y = 1 / w.norm().clamp_min(1e-12)"),
+        ("aten.mul", "the gradient of 1 / x: an epsilon", "float32", "1 / w.std()", "1 / w.std().clamp_min(1e-12)"),
+        ("aten.div", EPSILON, "float32", "y = a / b.var().sqrt()", "y = a / b.var().clamp_min(1e-12).sqrt()"),
+        ("aten.div", EPSILON, "float32", "y = a / torch.sqrt(b + c)", "y = a / torch.sqrt((b + c).clamp_min(1e-12))"),
+        ("aten.div", EPSILON, "float32", "y = a / b.var().sqrt().sqrt()", ""),
         (
             "aten.mul",
             "the gradient of sqrt: an epsilon",

@@ -48,7 +48,8 @@ def bounded_input(
         line: Where the op is called.
     """
     found = re.match(r"the gradient of (a division|\w+)", advice)
-    name = op.rpartition(".")[2].rstrip("_") if found is None else found[1].replace("a division", "div")
+    name = op.rpartition(".")[2].rstrip("_") if found is None else found[1]
+    name = "div" if name in ("a division", "1", "reciprocal") else name  # of the gradient of 1 / x
     if "epsilon" not in advice and "clamp" not in advice:
         return "no one place of the script decides it"
     bound = _BOUNDS.get(name, _LEAST)
@@ -64,7 +65,7 @@ def bounded_input(
     return _bounded(source, inputs[0], bound)
 
 
-def _inputs(statement: ast.stmt, name: str) -> Iterator[ast.expr]:
+def _inputs(statement: ast.AST, name: str) -> Iterator[ast.expr]:
     """Yield the inputs of calls such as `x.sqrt()` and `torch.sqrt(x)`."""
     if name not in _BOUNDS:
         return
@@ -78,15 +79,21 @@ def _inputs(statement: ast.stmt, name: str) -> Iterator[ast.expr]:
 
 
 def _divisors(statement: ast.stmt) -> list[ast.expr]:
-    """Return the divisor of a statement's one division, if it is a norm or the like. Others may be negative."""
+    """Return the divisor of a statement's one division, if it is a norm or the like. Others may be negative.
+
+    Of a square root, it is the input: the gradient of the root is not finite at 0 either.
+    """
     divisors = [
         node.right for node in ast.walk(statement) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)
     ]
     if len(divisors) != 1 or not isinstance(divisors[0], ast.Call):
         return []
     function = divisors[0].func
-    is_of_tensors = isinstance(function, ast.Attribute) and ast.unparse(function.value) not in _NO_TENSORS
-    return divisors if is_of_tensors and ast.unparse(function).rpartition(".")[2] in _NOT_NEGATIVE else []
+    if not isinstance(function, ast.Attribute) or ast.unparse(function.value) in _NO_TENSORS:
+        return []
+    if function.attr == "sqrt":
+        return [*_inputs(divisors[0], "sqrt")]
+    return divisors if function.attr in _NOT_NEGATIVE else []
 
 
 def _is_bounded(value: ast.expr) -> bool:
