@@ -378,7 +378,7 @@ def test_a_short_edit_is_shown_with_all_of_its_statement(old: str, new: str, tmp
     [
         (
             "if torch:\r\n  l = f_loss(y, t)  # here\r\n",
-            'if 1:\r\n  with torch.autocast("cpu", enabled=False):\r\n      l = f_loss(y.float(), t)  # here\r\n',
+            'if torch:\r\n  with torch.autocast("cpu", enabled=False):\r\n      l = f_loss(y.float(), t)  # here\r\n',
         ),
         ("l = f_loss(y, t)  # here\n", ""),
         ("a = torch; l = f_loss(y, t)  # here\n", ""),
