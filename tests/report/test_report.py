@@ -212,6 +212,21 @@ def test_an_edit_that_corrects_two_mistakes_is_offered_once(tmp_path: Path) -> N
     assert [attributes.get("aria-label") for _, attributes in page.tags].count("Corrected code") == 3
 
 
+@pytest.mark.parametrize(
+    ("known", "title"),
+    [
+        ({"loss": 2.0}, "Loss"),
+        ({"loss": 2.0, "scale": 2.0}, "Loss and scale"),
+        ({}, "Gradient norm"),
+        ({"grad_norm": None}, "Loss"),  # with a sentence that there is none
+        ({"loss": "nan"}, "Loss"),
+    ],
+)
+def test_the_title_of_the_timeline_is_what_it_draws(known: dict[str, Any], title: str, tmp_path: Path) -> None:
+    records = [{**step(number, None), "loss": None, **known} for number in range(1, 9)]
+    assert f"\n{title}\n" in page_of(tmp_path, write(tmp_path / "run", *records)).text.replace("  ", "")
+
+
 def test_the_map_holds_what_was_recorded(tmp_path: Path) -> None:
     run = Run.read(recorded.troubled(tmp_path, steps=1500, layers=1))
     modules = list(run.samples[0].modules)
