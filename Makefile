@@ -73,6 +73,8 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.fault_finding
 	$(BIN)/python -m benchmarks.broken_scripts
 	$(BIN)/python -m benchmarks.checked_changes
+	$(BIN)/python -m benchmarks.checked_settings
+	$(BIN)/python -m benchmarks.named_ops
 	$(BIN)/python -m benchmarks.bisected
 	$(BIN)/python -m benchmarks.check_cost
 	$(BIN)/python -m benchmarks.planted_precision

@@ -21,6 +21,8 @@ TABLES = {
     "unscaled_faults": "unscaled_faults-cpu",
     "broken_scripts": "broken_scripts-cpu",
     "checked_changes": "checked_changes-cpu",
+    "checked_settings": "checked_settings-cpu",
+    "named_ops": "named_ops-cpu",
     "bisected": "bisected-cpu",
     "check_cost": "check_cost-cpu",
     "planted_precision": "planted_precision-cpu",

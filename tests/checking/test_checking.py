@@ -140,6 +140,47 @@ def test_modules_that_write_to_their_buffers_can_run_again() -> None:
     assert check(functools.partial(program, 1e-4), golden).where == "1, forward"
 
 
+def test_a_program_that_float64_stops_is_compared_with_the_recording() -> None:
+    """So are programs on devices that have no float64."""
+
+    def program(factor: float, asserts: bool = True) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        out = model(torch.rand(5, 64))
+        if asserts and out.dtype != torch.float32:
+            raise TypeError("the kernel takes float32")
+        (factor * out).square().mean().backward()
+        optimizer.step()
+
+    golden = record(functools.partial(program, 1.0, asserts=False), 1)
+    for factor, said in ((1 + 2**-23, "no more"), (1.01, "more")):
+        found = check(functools.partial(program, factor), golden)
+        assert found.verdict == "cannot tell: the program does not run in float64: the kernel takes float32"
+        assert found.exit_code == 125
+        assert found.notes == (f"compared with the recording in float64 instead: {said} than rounding explains",)
+        assert found.accuracy is not None
+        assert (found.accuracy.ratio > found.accuracy.allowed) is (said == "more")
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_compiled_code_is_checked_as_eager_code_and_that_is_said() -> None:
+    def program(eps: float = 1e-5, compiles: bool = True) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4, eps))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = torch.compile(model, backend="aot_eager") if compiles else model
+        run(torch.rand(5, 3)).square().mean().backward()
+        optimizer.step()
+
+    said = "compiled code ran as eager code in float64; its accuracy is that of the compiled code"
+    golden = record(functools.partial(program, compiles=False), 1)
+    found = check(functools.partial(program, 1e-4), golden)
+    assert (found.where, found.notes) == ("1, forward", (said,))
+    assert check(program, golden).exit_code == 0
+    assert check(functools.partial(program, 1e-4, compiles=False), golden).notes == ()
+
+
 def test_a_call_of_a_module_that_raises_is_left_out() -> None:
     def program(factor: float = 1.0) -> None:
         torch.manual_seed(0)

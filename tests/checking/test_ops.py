@@ -146,3 +146,10 @@ def test_long_lists_are_cut() -> None:
 def test_less_than_a_step_is_refused() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         compare_ops(program(), program(), steps=0)
+
+
+def test_differences_are_in_the_order_of_the_program() -> None:
+    before = [call(name)._replace(where=Where(name, f"x.py:{name}")) for name in "abc"]
+    now = [before[0], before[2]._replace(name="d")]
+    assert [difference.place for difference in differences(before, now).differences] == ["x.py:b", "x.py:c"]
+    assert [difference.place for difference in differences(now, before).differences] == ["x.py:b", "x.py:c"]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from castwise._torch_private import is_compiled
+
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 _OF_WRAPPERS = re.compile(r"\b_(?:orig_mod|\w+_wrapped_module)\.")
 
@@ -17,11 +19,13 @@ _OF_WRAPPERS = re.compile(r"\b_(?:orig_mod|\w+_wrapped_module)\.")
 class Names:
     """Finds the models that own modules and parameters, and names both as their models do.
 
-    The first model's names have no prefix; those of others begin with their class.
+    The first model's names have no prefix; those of others begin with their class. `is_compiled` is whether a model
+    with parts compiled by `torch.compile` is among them.
     """
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
+        self.is_compiled = False
         self._modules = WeakIdKeyDictionary()
         self._params = WeakTensorKeyDictionary()
         self._prefixes: set[str] = set()
@@ -58,6 +62,7 @@ class Names:
         children = {id(child) for module in modules for child in module.children()}
         for module in modules:
             if id(module) not in children and is_wanted(module):
+                self.is_compiled |= any(map(is_compiled, module.modules()))
                 self._adopt(_unwrapped(module))
 
     def _adopt(self, model: nn.Module) -> None:

@@ -249,7 +249,7 @@ class OpDifferences(Shown):
 
 @dataclass
 class _Changes:
-    """What differs in one line of one module, by the index of its first op in the new version."""
+    """What differs in one line of one module, by the index of its first op in the new version, or in the old one."""
 
     index: int
     gone: list[OpCall] = field(default_factory=list)
@@ -269,13 +269,13 @@ def differences(before: Sequence[OpCall], now: Sequence[OpCall]) -> OpDifference
                 others += [new[j][0] for i, j in zip(a, b, strict=True) if old[i][1].digest != new[j][1].digest]
                 continue
             gone, come = [old[i][1] for i in a], [new[j][1] for j in b]
-            index = new[min(b.start, len(new) - 1)][0] if new else len(now)
+            index = new[b.start][0] if b else old[a.start][0]  # before the first difference, both are the same
             line = lines.setdefault((phase, module, (come or gone)[0].where.place), _Changes(index))
             line.gone += gone
             line.come += come
             line.texts[_described(gone, come)] = None
     grouped: dict[OpDifference, list[str]] = {}
-    for (phase, module, place), line in sorted(lines.items(), key=lambda item: item[1].index):
+    for (phase, module, place), line in sorted(lines.items(), key=lambda item: (item[1].index, bool(item[1].come))):
         alike = OpDifference(phase, (), place, tuple(line.texts), _rounds_more(line.gone, line.come))
         grouped.setdefault(alike, []).extend([] if module is None else [module])
     found = tuple(replace(alike, modules=tuple(modules)) for alike, modules in grouped.items())

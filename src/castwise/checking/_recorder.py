@@ -61,6 +61,7 @@ class Measurement:
         local: Relative errors of modules against float64 on their own inputs.
         dtypes: Names of the floating-point dtypes that ops returned; only of runs with random rounding.
         ops: The ops that ran, in order; only if they were asked for.
+        is_compiled: Whether a model has parts that `torch.compile` compiles.
         about: Versions, device and threads.
         steps: Optimizer steps taken.
         skipped: Steps that a gradient scaler skipped.
@@ -73,6 +74,7 @@ class Measurement:
     local: dict[str, float] = field(default_factory=dict)
     dtypes: list[str] = field(default_factory=list)
     ops: list[OpCall] = field(default_factory=list)
+    is_compiled: bool = False
     about: dict[str, Any] = field(default_factory=dict)
     steps: int = 0
     skipped: int = 0
@@ -294,6 +296,7 @@ class Recorder:
     def _finish(self) -> None:
         if self._values:
             self.measurement.digests.append(digest_of(self._values))
+        self.measurement.is_compiled = self.names.is_compiled
         probes = self.measurement.probes
         order = sorted(probes, key=lambda key: self._places[key])
         self.measurement.probes = {key: probes[key] for key in order}
