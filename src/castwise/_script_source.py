@@ -140,9 +140,9 @@ class ScriptSource:
     def place_to_unscale(self, statement: ast.stmt) -> ast.stmt:
         """Return the statement before which gradients that a statement reads can be unscaled.
 
-        It is the outermost of the loops around it that do not compute gradients or step, and of the branches and blocks
-        that a step follows. Where the only `unscale_` of the function comes later in such a block, it is the first
-        statement after the backward, so that all statements between have the same.
+        It is the first one after the backward, so that all statements between have the same, and after an earlier step
+        and a `continue`. Loops around the statement that do not compute gradients or step belong to it, and so do
+        branches and blocks that a step follows.
         """
         for around in self.around(statement):
             if not isinstance(around, LOOPS | ast.If | ast.With) or has_backward([around]) or _steps(around):
@@ -151,11 +151,10 @@ class ScriptSource:
             if not isinstance(around, LOOPS) and not any(isinstance(each, ast.Expr) and _steps(each) for each in later):
                 break
             statement = around
-        unscaling = self.later_unscale(statement)
         block = self.block(statement)
         before = block[: block.index(statement)]
-        backwards = [place for place, each in enumerate(before, 1) if has_backward([each])]
-        return block[backwards[-1]] if unscaling is not None and backwards else statement
+        ends = [place for place, each in enumerate(before, 1) if has_backward([each]) or _steps(each) or has_exit(each)]
+        return block[ends[-1]] if has_backward(before) else statement
 
     def later_unscale(self, statement: ast.stmt) -> ast.Expr | None:
         """Return the function's only statement that unscales, if it follows a statement in its block."""
@@ -250,6 +249,11 @@ def has_backward(statements: Iterable[ast.AST]) -> bool:
     """Return True if some code calls a backward, or names one."""
     nodes = (node for each in statements for node in ast.walk(each))
     return any(isinstance(node, ast.Attribute) and node.attr == "backward" for node in nodes)
+
+
+def has_exit(statement: ast.stmt) -> bool:
+    """Return True if what follows a statement may not run, because of a `continue` or the like in it."""
+    return any(isinstance(node, ast.Continue | ast.Break | ast.Return | ast.Raise) for node in ast.walk(statement))
 
 
 def is_region(item: ast.withitem) -> bool:

@@ -85,6 +85,14 @@ INSIDE = "backward-inside-autocast"
             BACKWARD + "    s.unscale_(opt)\n    if on % 2:\n        clip_(1)  # here\n" + STEP,
         ),
         (
+            CLIP,
+            "for i in on:\n"
+            + BACKWARD
+            + "    f()\n    if i % 4:\n        continue\n    g()\n    clip_(1)  # here\n"
+            + STEP,
+            "        continue\n    s.unscale_(opt)\n    g()\n    clip_(1)  # here\n",
+        ),
+        (
             "measured-while-scaled",
             GO + BACKWARD + "    for p in net:\n        total += p.grad.norm().item()  # here\n" + STEP,
             BACKWARD + "    s.unscale_(opt)\n    for p in net:\n",

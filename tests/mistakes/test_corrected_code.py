@@ -202,6 +202,11 @@ norm = get_total_norm(net)  # here
         ),
         (
             corrected_code.unscaled_before,
+            LOGGED_AND_CLIPPED_FIRST.replace("1.0)", "1.0)  # here").replace("    s.unscale_(opt)\n", ""),
+            "# before line 3:\ns.unscale_(opt)",
+        ),
+        (
+            corrected_code.unscaled_before,
             UNSCALED_ON_A_BRANCH,
             "# after line 5, which unscales them:\nlog(get_total_norm(net))",
         ),

@@ -20,6 +20,7 @@ from castwise._script_source import (
     called_name,
     enabled_regions,
     has_backward,
+    has_exit,
     is_enabled_region,
     is_region,
 )
@@ -32,7 +33,6 @@ _UNKNOWN_NAMES = "its function has no one scaler and optimizer that can be named
 _OTHER_OPTIMIZERS = "the script has several optimizers"
 _NOT_ONE_STATEMENT = "the line is not a statement of that kind"
 _ON_A_BRANCH = "the loss is scaled, or the step taken, only on some ways through the code there"
-_EXITS = ast.Continue | ast.Break | ast.Return | ast.Raise
 _HIDDEN = ast.Yield | ast.YieldFrom | ast.Await | ast.Lambda
 # What may follow a backward without autocast as well as inside it.
 _AFTER_A_BACKWARD = {
@@ -77,7 +77,7 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
         next((each for each in block[place + 1 :] if ast.unparse(each) == f"{scaler}.{call}"), None)
         for call in (f"step({optimizer})", "update()")
     )
-    if any(ast.unparse(each) == unscale for each in block[:place]):
+    if any(ast.unparse(each) == unscale for each in block[: place + 1]):
         return ()  # by the fix of an earlier line
     later = source.later_unscale(first)
     unscaled = [call for call in source.method_calls if call.method == "unscale_"]
@@ -85,7 +85,7 @@ def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:
         return f"{scaler}.unscale_ is called elsewhere: it has to come before this line, once for each step"
     if step is None or update is None or has_backward(block[place : block.index(step)]) or _hides(statement):
         return f"{scaler}.step({optimizer}) and {scaler}.update() do not follow it in the same block"
-    if any(isinstance(node, _EXITS) for each in block[place : block.index(update)] for node in ast.walk(each)):
+    if any(map(has_exit, block[place : block.index(update)])):
         return f"{scaler}.update() is not reached on each way from there"
     moved = () if later is None else without(source, later)
     if moved is None or (later is not None and block.index(later) > block.index(step)):
