@@ -84,6 +84,26 @@ def test_a_bug_in_the_loss_of_micro_batches_is_named_so() -> None:
     assert (result.kind, result.where) == ("different", "loss")
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_gradient_that_is_changed_after_the_backward_is_told_from_a_wrong_one(halves: bool) -> None:
+    def program(after: float = 1.0, wrong: float = 1.0) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[1].weight.register_hook(lambda grad: grad * wrong)
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in torch.rand(4, 3).chunk(2 if halves else 1):
+                (model(part).square().sum() / 4).backward()
+            model[1].weight.grad.mul_(after)
+            optimizer.step()
+
+    golden = record(program, 2)
+    assert check(program, golden).kind == "identical"
+    assert check(functools.partial(program, after=1.1), golden).where == "between backward and step"
+    assert check(functools.partial(program, wrong=1.1), golden).where == "1, weight gradient"
+
+
 def test_a_value_of_the_program_decides() -> None:
     golden = record(lambda probe: train(logits=probe), steps=2)
     assert check(lambda probe: train(logits=probe), golden).kind == "identical"
@@ -257,13 +277,21 @@ def test_a_probe_takes_tensors() -> None:
 
 
 def test_checking_leaves_the_process_as_it_was() -> None:
+    models: list[torch.nn.Module] = []
+
+    def failing(probe: Any) -> None:
+        models.append(torch.nn.Linear(2, 2))
+        models[-1](torch.ones(1, 2)).sum().backward()
+        probe("x", torch.ones(1) if torch.get_default_dtype() == torch.float32 else 1.0)
+
     torch.manual_seed(5)
     before = torch.get_rng_state()
     backward, step = torch.autograd.backward, torch.amp.GradScaler.step
     golden = record(program(), steps=1)
     check(program(lr=1.0), golden)
     with pytest.raises(TypeError):
-        record(lambda probe: probe("x", 1.0), steps=1)
+        record(failing, steps=1)
+    assert [len(model.weight._post_accumulate_grad_hooks or ()) for model in models] == [0, 0]
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.autograd.backward is backward
     assert torch.amp.GradScaler.step is step

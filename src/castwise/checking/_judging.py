@@ -54,7 +54,9 @@ def noise_of(exact: Measurement, moved: Measurement) -> set[ProbeKey]:
     for key, sketch in exact.probes.items():
         if key.kind == "gradient" and sketch.norm <= 1e-10 * norms[key.step, "gradient"]:
             noisy |= {
-                later for later in exact.probes if later.name == key.name and later.kind in ("gradient", "update")
+                later
+                for later in exact.probes
+                if later.name == key.name and later.kind in ("arrived", "gradient", "update")
             }
     return noisy
 
@@ -72,7 +74,7 @@ def renamed(golden: Golden, now: Mapping[ProbeKey, Sketch]) -> dict[str, str]:
 
 def with_old_names(probes: Mapping[ProbeKey, Sketch], names: Mapping[str, str]) -> dict[ProbeKey, Sketch]:
     """Return sketches with parameters named as in the golden."""
-    of_params = ("param", "gradient", "update")
+    of_params = ("param", "arrived", "gradient", "update")
     return {
         key._replace(name=names.get(key.name, key.name)) if key.kind in of_params else key: sketch
         for key, sketch in probes.items()
@@ -128,13 +130,16 @@ class Comparison:
             return f"the data, or code before {name}" if caller is None else f"{caller or 'the model'}, forward"
         if key.kind in ("forward", "backward"):
             return f"{name}, {key.kind}"
-        if key.kind == "gradient":
-            return self._gradients(key.step)
+        if key.kind in ("arrived", "gradient"):
+            return self._gradients(key)
         return {"loss": "loss", "update": "optimizer", "param": f"initial weight {key.name}"}.get(key.kind, _value(key))
 
-    def _gradients(self, step: int) -> str:
+    def _gradients(self, first: ProbeKey) -> str:
         """Return the one module whose gradients differ; all others would have been changed after the backward."""
-        of_step = {key.name: error for key, error in self.errors.items() if key.step == step and key.kind == "gradient"}
+        if first.kind == "gradient" and self.errors.get(first._replace(kind="arrived"), math.inf) <= DIFFERENT:
+            return "between backward and step"
+        keys = [key for key in self.errors if key.step == first.step and key.kind == first.kind]
+        of_step = {key.name: self.errors[key] for key in keys}
         owners = {name.rpartition(".")[0] for name, error in of_step.items() if error > DIFFERENT}
         others = {name.rpartition(".")[0] for name in of_step} - owners
         return f"{owners.pop()}, weight gradient" if len(owners) == 1 and others else "between backward and step"

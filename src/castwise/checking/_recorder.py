@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._torch_private import buffers_in, is_backward_running, tree_leaves, tree_map, without_dispatch_modes
 from castwise.amp import GradScaler, autocast
@@ -25,7 +26,7 @@ from castwise.checking._ops import OpCall
 from castwise.checking._promotion import exact_arithmetic, widen
 from castwise.checking._sketches import Sketch, digest_of, sketch_of
 
-Kind = Literal["param", "in", "forward", "backward", "loss", "gradient", "update", "buffer", "value"]
+Kind = Literal["param", "in", "forward", "backward", "arrived", "loss", "gradient", "update", "buffer", "value"]
 DECIDING = ("param", "loss", "gradient", "update", "buffer", "value")
 """Kinds that do not depend on how the program is divided into modules. All others only name what differs."""
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
@@ -119,6 +120,7 @@ class Recorder:
         self._scale = 1.0
         self._values: list[torch.Tensor] = []
         self._is_off = False
+        self._watched: Any = WeakTensorKeyDictionary()  # parameters, with the hooks on their gradients
 
     def __call__(self, name: str, value: torch.Tensor) -> None:
         """Record a value of the program's own, such as logits. It counts like a weight: a difference decides.
@@ -152,6 +154,7 @@ class Recorder:
                 )
             for handle in handles:
                 undo.callback(handle.remove)
+            undo.callback(self._unwatch_gradients)
             undo.enter_context(_replaced(torch.autograd, "backward", self._backward))
             for scaler in (torch.amp.GradScaler, GradScaler):
                 undo.enter_context(_replaced(scaler, "scale", self._scaling))
@@ -187,6 +190,8 @@ class Recorder:
         call, place = self._next_call("forward", name), next(self._place)
         caller = self._stack[-1][0] if self._stack else None
         state = torch.get_rng_state() if self._wants_rerun(module, call) else None
+        if self._watches_modules:
+            self._watch_gradients(module)
         self._stack.append((name, call, place, (caller, state)))
         self._put_inputs(name, call, place, caller, args, 0)
 
@@ -222,6 +227,22 @@ class Recorder:
     def _gradient_came(self, key: ProbeKey, grad: torch.Tensor) -> None:
         if key not in self.measurement.probes:
             self._store(key, grad, scale=self._scale)
+
+    def _watch_gradients(self, module: nn.Module) -> None:
+        """Note gradients as the backward leaves them, which tells what is done to them before the step."""
+        for param in module.parameters(recurse=False):
+            if param not in self._watched and param.requires_grad and param.is_leaf and self.names.knows(param):
+                register: Any = param.register_post_accumulate_grad_hook
+                self._watched[param] = register(self._gradient_arrived)
+
+    def _unwatch_gradients(self) -> None:
+        for handle in self._watched.values():
+            handle.remove()
+
+    def _gradient_arrived(self, param: torch.Tensor) -> None:
+        if param.grad is not None:
+            key = ProbeKey(self._step, "arrived", self.names.param(param))
+            self._store(key, param.grad, scale=self._scale)
 
     def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._nested += 1
