@@ -57,6 +57,7 @@ __all__ = [
     "is_forward_recorded",
     "is_fsdp_flattened",
     "is_jit_tracing",
+    "is_told_of_compilations",
     "is_torch_function_mode_enabled",
     "leaf_running",
     "lines_traced",
@@ -310,6 +311,11 @@ def _compile_callbacks() -> tuple[list[Any], list[Any]]:
     """Return the callbacks that Dynamo runs before and after it compiles; empty lists if it is not loaded."""
     handler = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     return getattr(handler, "start_callbacks", []), getattr(handler, "end_callbacks", [])
+
+
+def is_told_of_compilations(function: Callable[..., None]) -> bool:
+    """Return True if Dynamo calls a function before each compilation."""
+    return function in _compile_callbacks()[0]
 
 
 def tell_of_compilations(*functions: Callable[..., None]) -> None:

@@ -83,21 +83,22 @@ class Checks:
         step = self._steps.get(optimizer, 0) + 1
         of_weights, of_state, of_mode, of_files, of_ranks, *_ = self._guards
         self._look_for_spikes(optimizer)
-        of_state.call(self._tell, lambda: LOADED_STATES.stepping(optimizer, self._number()))
+        of_state.call(self._tell, LOADED_STATES.stepping, optimizer, self._number())
         of_weights.call(self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
-            of_weights.call(self._tell, lambda: self._weights.check_gradients(optimizer, step))
+            of_weights.call(self._tell, self._weights.check_gradients, optimizer, step)
         if not (optimizer is self._optimizers[0] or not self._steps.get(self._optimizers[0])):
             return
-        of_mode.call(self._tell, lambda: self._mode.stepping(step, looks_at_draws=step < _DRAWS or step % EVERY < 3))
-        of_files.call(self._tell, lambda: self._saved.stepping(step, is_noted=is_checked(step)))
-        of_ranks.call(self._tell, lambda: self._ranks.repeated_epoch(step))
-        if is_checked(step):
-            of_ranks.call(self._tell, lambda: self._ranks.check(step))
-            of_weights.call(self._tell, lambda: self._weights.check(step))
-        if step == 2 or is_checked(step):
+        is_checked_now = is_checked(step)
+        of_mode.call(self._tell, self._mode.stepping, step, looks_at_draws=step < _DRAWS or step % EVERY < 3)
+        of_files.call(self._tell, self._saved.stepping, step, is_noted=is_checked_now)
+        of_ranks.call(self._tell, self._ranks.repeated_epoch, step)
+        if is_checked_now:
+            of_ranks.call(self._tell, self._ranks.check, step)
+            of_weights.call(self._tell, self._weights.check, step)
+        if step == 2 or is_checked_now:
             for each in self._optimizers:
-                of_state.call(self._tell, lambda each=each: averages_that_cannot_fall(each))
+                of_state.call(self._tell, averages_that_cannot_fall, each)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that was taken, and take the results that have arrived."""
@@ -106,15 +107,15 @@ class Checks:
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
         self._guards[0].call(self._weights.note_step, optimizer)
         self._guards[5].call(self._written.after_step, optimizer)
-        self._guards[0].call(self._tell, lambda: self._weights.results(step))
+        self._guards[0].call(self._tell, self._weights.results, step)
         if optimizer is self._optimizers[0]:
-            self._guards[4].call(self._tell, lambda: self._ranks.after_step(step))
+            self._guards[4].call(self._tell, self._ranks.after_step, step)
 
     def step_known(self, optimizer: torch.optim.Optimizer, step: int, loss: float | None, norm: float | None) -> None:
         """Look at the loss and the gradient norm of a step, which may be known later."""
         spikes = self._losses.step_known
         self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(optimizer, step, loss, norm)))
-        self._guards[6].call(self._tell, lambda: self._losses.of_norm(optimizer, step, norm))
+        self._guards[6].call(self._tell, self._losses.of_norm, optimizer, step, norm)
 
     def _look_for_spikes(self, optimizer: torch.optim.Optimizer) -> None:
         """Look for what may be the cause of a spike, before a step."""
@@ -122,8 +123,8 @@ class Checks:
         written = of_writes.call(self._written.before_step, optimizer)
         if written:
             self._losses.note_written(written)
-            of_writes.call(self._tell, lambda: report_of(written, copies=self._copies))
-        of_losses.call(self._tell, lambda: self._losses.before_step(optimizer, self._number(), self._ids))
+            of_writes.call(self._tell, report_of, written, copies=self._copies)
+        of_losses.call(self._tell, self._losses.before_step, optimizer, self._number(), self._ids)
 
     def forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at a forward of the model that begins."""
@@ -142,8 +143,8 @@ class Checks:
         self._written.stop()
         self._weights.clear()
 
-    def _tell(self, check: Callable[[], Iterable[Broken]]) -> None:
-        for broken in check():
+    def _tell(self, check: Callable[..., Iterable[Broken]], *args: Any, **kwargs: Any) -> None:
+        for broken in check(*args, **kwargs):
             self._tell_unless_exempt(broken)
 
     def _tell_unless_exempt(self, broken: Broken) -> None:

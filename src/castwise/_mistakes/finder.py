@@ -28,10 +28,6 @@ class Finder(Observer):
         text = f"castwise's check {type(self).__name__} failed and is turned off"
         self._guard = Guard(text, is_final=True, on_closed=self.turn_off)
 
-    def call(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Pass an event to the finder, unless it has failed before."""
-        self._guard.call(getattr(self, event), *args, **kwargs)
-
     def turn_off(self) -> None:
         """Remove all hooks and recorded state, whatever has failed."""
         with self._guard:

@@ -40,7 +40,7 @@ from castwise.amp._outcomes import StepFacts
 _FIRST, _EVERY = 12, 50
 _PER_KIND = 3  # places reported per kind of mistake
 
-_EVENTS = [name for name in dir(Finder) if not name.startswith("_") and name not in ("call", "turn_off", "stop")]
+_EVENTS = [name for name in dir(Finder) if not name.startswith("_") and name not in ("turn_off", "stop")]
 
 Subscriber = Callable[[Mistake], object]
 Correction = Callable[[ScriptLine], str]
@@ -265,12 +265,12 @@ class Watch(Observer):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._is_elsewhere():
             self._register(optimizer)
-            self._each("optimizer_steps", optimizer)
+            self._tell("optimizer_steps", optimizer)
 
     @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self.is_stepping and not self._is_elsewhere():
-            self._each("optimizer_stepped", optimizer)
+            self._tell("optimizer_stepped", optimizer)
             self._tick()
 
     def _register(self, optimizer: torch.optim.Optimizer) -> None:
@@ -281,7 +281,7 @@ class Watch(Observer):
 
     def _tick(self) -> None:
         self._ticks += 1
-        self._each("ticked")
+        self._tell("ticked")
         self.is_by_hand = False
 
     @never_traced
@@ -297,7 +297,7 @@ class Watch(Observer):
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Notify the finders, from any thread."""
         for finder in self._listening.get(event, ()):
-            finder.call(event, *args, **kwargs)
+            finder._guard.call(getattr(finder, event), *args, **kwargs)
 
 
 def _listens(finder: Finder, event: str) -> bool:

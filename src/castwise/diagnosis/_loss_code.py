@@ -177,9 +177,15 @@ class LossCode:
         """Keep what the loss code has saved over its backward, which frees it, if that is little."""
         if not 0 < len(nodes) <= _MOST_NODES:
             return
-        saved = [{name: _Seen.of(value) for name, value in saved_by(node).items()} for node in nodes]
-        values = (seen.value for of_node in saved for seen in of_node.values())
-        if sum(value.nbytes for value in values if isinstance(value, torch.Tensor)) <= _MOST_BYTES // _FORWARDS:
+        saved: list[dict[str, _Seen]] = []
+        nbytes = 0
+        for node in nodes:
+            seen = saved_by(node)
+            for name, value in seen.items():
+                seen[name] = _Seen.of(value)
+                nbytes += getattr(value, "nbytes", 0)
+            saved.append(seen)
+        if nbytes <= _MOST_BYTES // _FORWARDS:
             self._kept.append(_Kept(loss.detach(), frozen(nodes), saved))
 
     def _known_outputs(self) -> dict[_Edge, torch.Tensor]:
@@ -199,7 +205,10 @@ class LossCode:
             self._anomaly = None
 
     def _is_of_model(self, number: int) -> bool:
-        return any(first <= number < end for first, end in self._intervals)
+        for first, end in self._intervals:  # noqa: SIM110  # for each node at each step, and faster than `any`
+            if first <= number < end:
+                return True
+        return False
 
     def diagnosis(
         self, loss: torch.Tensor, nodes: list[Any], fault: LossFault, *, is_of_backward: bool = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -98,8 +97,10 @@ def saved_by(node: Any) -> dict[str, Any]:
     """
     saved, kind = {}, cast(Any, type(node))
     for name, attribute in _saved_attributes(kind):
-        with suppress(RuntimeError):
+        try:
             saved[name] = getattr(node, attribute)
+        except RuntimeError:
+            continue
     return saved
 
 
@@ -111,7 +112,7 @@ def _saved_attributes(kind: Any) -> list[tuple[str, str]]:
 class FrozenNode:
     """What an autograd node says of itself, without the graph that it keeps alive."""
 
-    def __init__(self, node: Any, next_functions: tuple[tuple[Any, int], ...]) -> None:
+    def __init__(self, node: Any, next_functions: Sequence[tuple[Any, int]]) -> None:
         self._name, self._number, self.next_functions = node.name(), number_of_node(node), next_functions
 
     def name(self) -> str:
@@ -126,21 +127,23 @@ def frozen(nodes: Sequence[Any]) -> list[Any]:
     """Return nodes that keep no graph alive, in the same order."""
     copies: dict[Any, FrozenNode | None] = {None: None}
     for node in nodes:
-        for source, _ in node.next_functions:
+        sources: list[tuple[FrozenNode | None, int]] = []
+        for source, index in node.next_functions:
             if source not in copies:
                 copies[source] = FrozenNode(source, ())
-        copies[node] = FrozenNode(node, tuple((copies[source], index) for source, index in node.next_functions))
+            sources.append((copies[source], index))
+        copies[node] = FrozenNode(node, sources)
     return [copies[node] for node in nodes]
 
 
-def nodes_of(loss: torch.Tensor, is_of_model: Any) -> list[Any]:
+def nodes_of(loss: torch.Tensor, is_of_model: Callable[[int], bool]) -> list[Any]:
     """Return the nodes between a loss and the models' outputs, in the order in which they were made.
 
     Args:
         loss: The loss.
         is_of_model: Returns True for the number of a node that a model's forward has made.
     """
-    reached: dict[Any, None] = {}
+    reached: dict[Any, int] = {}
     waiting = [loss.grad_fn]
     while waiting and len(reached) < _MOST_NODES:
         node = waiting.pop()
@@ -148,9 +151,10 @@ def nodes_of(loss: torch.Tensor, is_of_model: Any) -> list[Any]:
             continue
         number = number_of_node(node)
         if number < _LEAF and not is_of_model(number):
-            reached[node] = None
-            waiting += [source for source, _ in node.next_functions]
-    return sorted(reached, key=number_of_node)
+            reached[node] = number
+            for source, _ in node.next_functions:
+                waiting.append(source)
+    return sorted(reached, key=reached.__getitem__)
 
 
 def first_fault(

@@ -128,7 +128,11 @@ class CheckedSteps:
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     """Return the device of an optimizer's first parameter."""
-    return next((param.device for group in optimizer.param_groups for param in group["params"]), _CPU)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            device: torch.device = param.device
+            return device
+    return _CPU
 
 
 def _can_skip(optimizer: torch.optim.Optimizer, *, agrees: bool) -> bool:

@@ -611,7 +611,7 @@ class Monitor:
             warn_or_print(f"{broken.name}: {broken.text} {broken.remedy}", RuntimeWarning)
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(optimizer is one for one in self._optimizers)
+        return optimizer in self._optimizers
 
 
 def _is_explained(diagnosis: Diagnosis | None) -> bool:

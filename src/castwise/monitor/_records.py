@@ -33,6 +33,7 @@ _NOT_FINITE = {"nan", "inf", "-inf"}
 _LOWEST, _HIGHEST = -1074, 1023
 # Significant digits in a file.
 _DIGITS, _COUNT_DIGITS = 4, 3
+_STEP_DIGITS = ("grad_norm", 7), ("loss", 7), ("seconds", _DIGITS), ("lr", 7)
 
 
 # -- values -------------------------------------------------------------------------------------------------------
@@ -259,11 +260,17 @@ class StepRecord(Record):
 
     def in_file(self) -> dict[str, Any]:
         """Return the JSON object for a file, with rounded numbers."""
-        digits = {"grad_norm": 7, "loss": 7, "lr": 7, "seconds": _DIGITS}
-        given = {name: getattr(self, name) for name, usual in _defaults(StepRecord) if getattr(self, name) != usual}
-        rounded = {name: _rounded(given[name], digits[name]) for name in given if name in digits}
-        named = {"parameters": list(self.parameters)} if self.parameters else {}
-        return {"kind": self.kind, **given, **rounded, **named}  # in one pass, because it is written at each step
+        found: dict[str, Any] = {"kind": self.kind}
+        for name, usual in _defaults(StepRecord):  # in one pass, because it is written at each step
+            value = getattr(self, name)
+            if value != usual:
+                found[name] = value
+        for name, digits in _STEP_DIGITS:
+            if isinstance(value := found.get(name), float):
+                found[name] = float(f"{value:.{digits}g}")
+        if self.parameters:
+            found["parameters"] = list(self.parameters)
+        return found
 
     @property
     def why_skipped(self) -> str:

@@ -80,7 +80,11 @@ class JSONL:
                 once.
             TypeError: The record has a value that JSON cannot represent.
         """
-        self._file.append(record.get("kind", ""), _ENCODER.encode(_as_json(record)).encode() + b"\n")
+        try:
+            line = _ENCODER.encode(record)
+        except (TypeError, ValueError):  # rare, so at most steps no value is looked at here
+            line = _ENCODER.encode(_as_json(record))
+        self._file.append(record.get("kind", ""), line.encode() + b"\n")
 
     def write_record(self, record: Record) -> None:
         """Append a record, rounded and without fields that have their default value.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,7 +99,7 @@ class StepCheck:
         cause = _cause(not bad, known_loss)
         if cause is not None and not all(map(_is_finite, params)):
             cause = Cause.NONFINITE_WEIGHTS
-        is_split = any(hasattr(param, "to_local") for param in params)  # then it is the norm of this rank's part
+        is_split = any(hasattr(kind, "to_local") for kind in set(map(type, params)))  # then it is this rank's part's
         return Checked(cause, bool(bad), known_loss, None if is_split else norm, bad)
 
     def check_late(self, optimizer: torch.optim.Optimizer) -> LateCheck:
@@ -129,18 +129,16 @@ def _cause(gradients_are_finite: bool, loss: float | None) -> Cause | None:
     return Cause.UNKNOWN if loss is None else Cause.NONFINITE_GRADIENTS
 
 
-def _norms(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the norm of each gradient, shape (), finite if the gradient is, unless it overflows itself."""
+def _norms(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the norm of each gradient, shape (), finite if the gradient is, unless it overflows itself."""
     kinds = set(map(_kind_of, gradients))
     if len(kinds) == 1 and next(iter(kinds))[2:] == (torch.strided, torch.Tensor):
-        yield from _norms_of_group(gradients)
-        return
+        return _norms_of_group(gradients)
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in map(_local, gradients):
         if gradient.numel():
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for group in groups.values():
-        yield from _norms_of_group(group)
+    return [norm for group in groups.values() for norm in _norms_of_group(group)]
 
 
 def _norms_of_group(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -165,7 +163,7 @@ def _norm_on_host(gradients: list[torch.Tensor]) -> float:
     """Return the norm of all gradients. Waits for an accelerator."""
     if gradients and gradients[0].device.type != "cpu":
         return float(_norm(gradients))
-    return math.hypot(*(norm.item() for norm in _norms(gradients)))  # faster than to stack as many small tensors
+    return math.hypot(*map(torch.Tensor.item, _norms(gradients)))  # faster than to stack as many small tensors
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ as one with hooks of the user.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from castwise._registered_hooks import hooks_of
 from castwise._torch_private import (
     is_compiled,
     is_dynamo_active,
+    is_told_of_compilations,
     never_traced,
     only_inlined,
     tell_of_compilations,
@@ -99,8 +101,8 @@ class ModuleHooks:
             self._are_all_on = True
             for pair in self._pairs:
                 self._put_on(pair)
-        if self._pairs:
-            _watch_compiler(self)  # torch.compiler.reset() forgets its callbacks
+        if self._pairs and not is_told_of_compilations(_DOORS[0]):  # torch.compiler.reset() forgets its callbacks
+            _watch_compiler(self)
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -135,8 +137,10 @@ class ModuleHooks:
         if not (self._has_compiled and pair.is_guarded):
             pair.put_on(self._enter, self._guard)
 
-    def _enter(self, pair: _Pair, args: tuple[Any, ...], kwargs: dict[str, Any], under_dynamo: bool) -> None:
-        module = pair.module()
+    def _enter(
+        self, pair: _Pair, under_dynamo: bool, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        module = pair.module()  # a replica of `nn.DataParallel` has the hooks of its original
         if module is None:
             return
         if under_dynamo and type(module).__module__.startswith(("torch.nn.", "torch.ao.")):
@@ -182,16 +186,14 @@ class _Pair:
         methods = (module.register_forward_pre_hook, module.register_forward_hook)
         return any(not isinstance(hook, _Hook) for register in methods for hook in hooks_of(register).values())
 
-    def put_on(
-        self, enter: Callable[[_Pair, tuple[Any, ...], dict[str, Any], bool], None], guard: Guard | None
-    ) -> None:
+    def put_on(self, enter: Callable[..., None], guard: Guard | None) -> None:
         module = self.module()
         if self._handles or module is None:
             return
-        before = _Hook(lambda under_dynamo, _, args, kwargs: enter(self, args, kwargs, under_dynamo), guard)
+        before = _Hook(functools.partial(enter, self), guard)
         self._handles.append(module.register_forward_pre_hook(before, prepend=self._first, with_kwargs=True))
         if self.after is not None:
-            after = _Hook(lambda under_dynamo, *given: self._leave(*given), guard)
+            after = _Hook(self._leave, guard)
             self._handles.append(module.register_forward_hook(after, always_call=True))
 
     def take_off(self) -> None:
@@ -200,7 +202,7 @@ class _Pair:
         self._handles.clear()
         self.running = 0
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, under_dynamo: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self.running and self.after is not None:
             self.running -= 1
             self.after(module, args, output)
@@ -217,17 +219,16 @@ class _Hook:
     """
 
     def __init__(self, function: Callable[..., None], guard: Guard | None) -> None:
-        self._function = function if guard is None else guard.door(function)
+        def call(*args: Any) -> None:
+            function(*args)
+
+        self._call = never_traced(call) if guard is None else guard.door(function)
 
     @only_inlined
     def __call__(self, *args: Any) -> None:
         """Call the function."""
         if not is_dynamo_compiling():
             self._call(is_dynamo_active(), *args)
-
-    @never_traced
-    def _call(self, *args: Any) -> None:
-        self._function(*args)
 
     def __deepcopy__(self, memo: Any) -> Callable[..., None]:
         return nullcontext().__exit__
