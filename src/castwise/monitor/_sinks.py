@@ -82,7 +82,7 @@ class JSONL:
         """
         try:
             line = _ENCODER.encode(record)
-        except (TypeError, ValueError):  # rare, so at most steps no value is looked at here
+        except (TypeError, ValueError):  # rare, so most steps need no copy
             line = _ENCODER.encode(_as_json(record))
         self._file.append(record.get("kind", ""), line.encode() + b"\n")
 
