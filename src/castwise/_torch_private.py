@@ -50,6 +50,7 @@ __all__ = [
     "graph_node_running",
     "graph_nodes_made",
     "is_backward_running",
+    "is_called_when_compiling",
     "is_compiled",
     "is_compiler_loaded",
     "is_default_device",
@@ -57,7 +58,6 @@ __all__ = [
     "is_forward_recorded",
     "is_fsdp_flattened",
     "is_jit_tracing",
-    "is_told_of_compilations",
     "is_torch_function_mode_enabled",
     "leaf_running",
     "lines_traced",
@@ -313,7 +313,7 @@ def _compile_callbacks() -> tuple[list[Any], list[Any]]:
     return getattr(handler, "start_callbacks", []), getattr(handler, "end_callbacks", [])
 
 
-def is_told_of_compilations(function: Callable[..., None]) -> bool:
+def is_called_when_compiling(function: Callable[..., None]) -> bool:
     """Return True if Dynamo calls a function before each compilation."""
     return function in _compile_callbacks()[0]
 

@@ -23,9 +23,9 @@ from torch.utils.hooks import RemovableHandle
 from castwise._guard import Guard
 from castwise._registered_hooks import hooks_of
 from castwise._torch_private import (
+    is_called_when_compiling,
     is_compiled,
     is_dynamo_active,
-    is_told_of_compilations,
     never_traced,
     only_inlined,
     tell_of_compilations,
@@ -101,7 +101,7 @@ class ModuleHooks:
             self._are_all_on = True
             for pair in self._pairs:
                 self._put_on(pair)
-        if self._pairs and not is_told_of_compilations(_DOORS[0]):  # torch.compiler.reset() forgets its callbacks
+        if self._pairs and not is_called_when_compiling(_DOORS[0]):  # torch.compiler.reset() forgets its callbacks
             _watch_compiler(self)
 
     def remove(self) -> None:
