@@ -10,8 +10,10 @@ import pytest
 import torch
 from tests.checking.programs import program
 from torch import nn
+from torch.utils.data import DataLoader
 
 from castwise.checking import OpDifferences, check, compare_ops, record
+from castwise.checking._measuring import Plan, measure
 from castwise.checking._ops import OpCall, Where, differences
 
 SOURCE = Path(__file__).with_name("programs.py")
@@ -108,6 +110,22 @@ def test_modules_that_change_alike_are_one_difference() -> None:
         ("forward", ("1", "3"), ("relu float32 replaced by silu float32",)),
         ("backward", ("3", "1"), ("threshold_backward float32 replaced by silu_backward float32",)),
     ]
+
+
+def test_how_tensors_come_from_the_workers_of_a_data_loader_is_no_op() -> None:
+    """They come as memory, which is put into tensors whenever it comes."""
+
+    def train() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in DataLoader(torch.arange(64.0).view(16, 4), batch_size=4, num_workers=1):  # type: ignore[arg-type]
+            model(batch).square().mean().backward()
+            optimizer.step()
+
+    names = [call.name for call in measure(train, Plan("ops", 2)).ops]
+    assert names.count("addmm") == 2
+    assert "set_" not in names
 
 
 def call(name: str, *, inputs: str = "float32", results: str = "float32", digest: str = "", **settings: str) -> OpCall:

@@ -38,7 +38,10 @@ from castwise.tracing._op_by_op import call_op
 LINES, _CHANGES = 20, 4
 """Differences that are printed, and changes of each."""
 # Ops that compute no values, besides views. Names begin with one of these after "aten." and underscores.
-_SKIPPED = ("detach", "alias", "unsafe_view", "lift_fresh", "empty", "new_empty", "reshape_alias", "local_scalar")
+_SKIPPED = (
+    *("detach", "alias", "unsafe_view", "reshape_alias", "lift_fresh", "empty", "new_empty", "local_scalar"),
+    "set_",  # which puts memory from workers of a data loader into tensors, whenever it comes
+)
 
 
 class Where(NamedTuple):
