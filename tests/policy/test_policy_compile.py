@@ -54,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attends: bool) -> None:
+    def __init__(self, attends: bool = True) -> None:
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(16), Attention() if attends else nn.Identity()
         self.mlp = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))

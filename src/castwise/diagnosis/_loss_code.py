@@ -294,7 +294,8 @@ def _help(
         such_as = "the targets" if has_models else "the batch or the targets"
         return Help("input", f"an argument of the loss, such as {such_as}, is not finite: check where it comes from")
     advice = advice_on_op(fault.name, fault.name if is_of_backward else "", inputs)
-    if advice is UNKNOWN and {each.dtype for each in (inputs if output is None else (output,))} == {"float16"}:
+    is_in_fp16 = {each.dtype for each in (inputs if output is None else (output,))} == {"float16"}
+    if advice is UNKNOWN and is_in_fp16 and not fault.has_unknown_inputs:
         return loss_in_float32(line, device)
     code = line_with_bound(line, fault.name, advice, [given.dtype for given in inputs])
     if is_of_backward and advice is not UNKNOWN:
