@@ -142,7 +142,8 @@ class ScriptSource:
 
         It is the first one after the backward, so that all statements between have the same, and after an earlier step
         and a `continue`. Loops around the statement that do not compute gradients or step belong to it, and so do
-        branches and blocks that a step follows.
+        branches and blocks that a step follows. If code between may add to gradients, as a sum over ranks does, it is
+        the statement itself.
         """
         for around in self.around(statement):
             if not isinstance(around, LOOPS | ast.If | ast.With) or has_backward([around]) or _steps(around):
@@ -154,7 +155,8 @@ class ScriptSource:
         block = self.block(statement)
         before = block[: block.index(statement)]
         ends = [place for place, each in enumerate(before, 1) if has_backward([each]) or _steps(each) or has_exit(each)]
-        return block[ends[-1]] if has_backward(before) else statement
+        is_after_backward = has_backward(before) and not _may_change_gradients(before[ends[-1] :])
+        return block[ends[-1]] if is_after_backward else statement
 
     def later_unscale(self, statement: ast.stmt) -> ast.Expr | None:
         """Return the function's only statement that unscales, if it follows a statement in its block."""
@@ -276,6 +278,12 @@ def enabled_regions(tree: ast.AST) -> Iterator[ast.withitem]:
     """Yield the autocast regions of some code that are not given `enabled=False`."""
     blocks = (node for node in ast.walk(tree) if isinstance(node, ast.With))
     return (item for block in blocks for item in block.items if is_enabled_region(item))
+
+
+def _may_change_gradients(statements: list[ast.stmt]) -> bool:
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    names = [getattr(node, "id", getattr(node, "attr", "")) for node in nodes]
+    return any(part in name for name in names for part in ("reduce", "average", "sync", "gather", "backward"))
 
 
 def _steps(node: ast.AST) -> bool:

@@ -81,6 +81,11 @@ INSIDE = "backward-inside-autocast"
         ),
         (
             CLIP,
+            GO + BACKWARD + "    all_reduce_(net)\n    clip_(1)  # here\n" + STEP,
+            BACKWARD + "    all_reduce_(net)\n    s.unscale_(opt)\n    clip_(1)  # here\n" + STEP,
+        ),
+        (
+            CLIP,
             GO + BACKWARD + "    if on % 2:\n        clip_(1)  # here\n" + STEP,
             BACKWARD + "    s.unscale_(opt)\n    if on % 2:\n        clip_(1)  # here\n" + STEP,
         ),
@@ -391,6 +396,7 @@ def test_a_short_edit_is_shown_with_all_of_its_statement(old: str, new: str, tmp
         ("l = f_loss(y, t)  # here\n", ""),
         ("a = torch; l = f_loss(y, t)  # here\n", ""),
         ("torch\nl = f_loss(net(x), t)  # here\n", ""),  # the model would run in fp32 too
+        ("torch\nl = y.pow(gamma)  # here\n", ""),  # which may be a number
     ],
 )
 def test_a_loss_that_overflows_is_computed_in_fp32(old: str, new: str, tmp_path: Path) -> None:
@@ -446,7 +452,7 @@ def test_the_diff_applies_and_what_is_left_is_said(project: Path) -> None:
     assert "    scaler.unscale_(optimizer)\n" in (project / "train.py").read_text()
     code, diff, said = fix()  # of lines that are elsewhere now
     assert (code, diff) == (1, "")
-    assert "the line has changed since the run" in said
+    assert "the line has changed since the run, or by this edit or another: run the script again" in said
 
 
 def test_a_remedy_without_a_line_is_left_by_hand_but_for_a_scale(project: Path) -> None:

@@ -362,6 +362,7 @@ RECORD = {"tokens": [1, 2], "log_probs": [None, -1.0]}
         ([RECORD | {"log_probs": [-1.0, -1.0]}], "the first token has no tokens before it"),
         ([RECORD | {"log_probs": [None, None]}], "at least one log-probability"),
         ([RECORD | {"tokens": [1.5, 2]}], "integer ids"),
+        ([RECORD | {"tokens": [1, -2]}], r"records\[0\]: tokens must be ids >= 0, got -2$"),
         ([RECORD | {"log_probs": [None, "a"]}], "list of numbers"),
         ([RECORD | {"log_probs": [None, math.nan]}], r"records\[0\]: log_probs\[1\] must be the finite log.*got nan$"),
         ([RECORD | {"log_probs": [None, -math.inf]}], "got -inf: record them before top_k and top_p exclude tokens"),
@@ -410,3 +411,8 @@ def test_nothing_of_the_model_changes(model: Experts) -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_sequence_of_one_token_has_nothing_to_compare(model: Experts) -> None:
+    lone = {"tokens": [1], "log_probs": [None]}
+    assert str(compare_log_probs(model, [RECORD, lone])) == str(compare_log_probs(model, [RECORD]))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 SCRIPT = """
 import sys
+import castwise
 import torch
 from torch import nn
 
@@ -19,7 +20,7 @@ entered = []
 
 def note(frame, event, _):
     name = frame.f_code.co_filename
-    if event == "call" and "castwise" in name.split("/"):
+    if event == "call" and name.startswith(castwise.__path__[0]):
         entered.append(name)
 
 for number, (x,) in enumerate(loader, 1):
@@ -43,4 +44,4 @@ def test_a_watched_step_of_forty_parameters_enters_few_functions(tmp_path: Path)
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "castwise", "run", "--out", str(tmp_path / "runs"), str(script)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert int(printed.split("entered ")[1].split()[0]) <= 425
+    assert int(printed.split("entered ")[1].split()[0]) in range(100, 426)

@@ -44,7 +44,7 @@ class Finding(NamedTuple):
     def fix(self, source: ScriptSource, line: int) -> Fix:
         """Return the changes that correct it in a script where its line now has this number."""
         if source.line(line).strip() != self.source:
-            return "the line has changed since the run, or by another edit"
+            return "the line has changed since the run, or by this edit or another: run the script again"
         if isinstance(self.record, MistakeRecord):
             return fix_of_mistake(self.record.name, source, line)
         if self.record.code.startswith("with torch.autocast"):

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from castwise._mistakes.script_line import ScriptLine
 from castwise._script_source import MethodCall, ScriptSource, called_name, is_enabled_region
 
+# What may be called with an argument in fp32 beside others in fp16; a method of a tensor, or a product, may not.
+_LOSSES = re.compile(r"(^|[._])(\w*loss\w*|criterion|\w*cross_entropy\w*|kl_div)$")
 _OF_MODELS = {"parameters", "named_parameters", "state_dict", "load_state_dict", "train", "eval"}
 
 # -- steps and gradients ----------------------------------------------------------------------------------------------
@@ -169,7 +171,8 @@ def loss_in_fp32(line: ScriptLine, device: str) -> str:
     """Compute the loss of a line with autocast disabled and its first argument in fp32."""
     head = f'with torch.autocast("{device}", enabled=False):'
     call = getattr(line.statement, "value", None) if line.is_simple else None
-    given = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    is_of_loss = isinstance(call, ast.Call) and _LOSSES.search(ast.unparse(call.func))
+    given = call.args[0] if isinstance(call, ast.Call) and is_of_loss and call.args else None
     if line.source is None or line.statement is None or not isinstance(given, ast.Name | ast.Attribute | ast.Subscript):
         return f"# around the loss, with .float() on its arguments:\n{head}"
     text = line.replaced(line.statement, given, f"{line.source.text_of(given)}.float()")

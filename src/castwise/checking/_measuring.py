@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +31,8 @@ Train = Callable[..., Any]
 Way = Literal["plain", "local", "rounded", "exact", "exact-rounded", "ops"]
 """How a program runs: as it is; with each module again in float64; also with random rounding; in float64; in float64
 with random rounding; with a log of its ops."""
+
+_PATIENCE_S = 10  # for ranks that are ended because another has failed
 
 
 class ProgramError(Exception):
@@ -184,7 +187,7 @@ def measure_apart(train: Train, plan: Plan) -> Measurement:
             ranks[ours] = _Rank(number, process, output)
         results = _received(ranks)
     first = results[0]
-    first.digests = ["+".join(of_step) for of_step in zip(*(each.digests for each in results), strict=False)]
+    first.digests = ["+".join(of_step) for of_step in zip_longest(*(each.digests for each in results), fillvalue="")]
     return first
 
 
@@ -215,6 +218,8 @@ def _received(ranks: dict[Any, _Rank]) -> list[Measurement]:
                 end.send("end")  # a rank that has sent its result ends only now: the others may still talk to it
             end.close()
         for rank in ranks.values():
+            rank.process.join(None if len(results) == len(ranks) else _PATIENCE_S)
+            rank.process.kill()  # one that handles SIGTERM and waits for a rank that has gone
             rank.process.join()
     return [results[number] for number in sorted(results)]
 

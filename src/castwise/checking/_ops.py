@@ -139,6 +139,7 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         result = call_op(func, args, kwargs)
         library, _, name = str(getattr(func, "overloadpacket", func)).partition(".")
         tensors = _tensors(result) or _tensors(args)  # such as those that a foreach op has written
+        tensors = [tensor for tensor in tensors if not tensor.is_meta]
         is_skipped = "c10d" in library or name.lstrip("_").startswith(_SKIPPED)  # a collective may still be running
         if tensors and not is_skipped and not getattr(func, "is_view", False):
             shapes = ", ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))

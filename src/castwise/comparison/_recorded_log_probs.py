@@ -235,6 +235,8 @@ def compare_log_probs(
         for index, record in enumerate(read):
             if progress is not None:
                 progress("sequences", index, len(read))
+            if len(record.tokens) < 2:
+                continue  # of the first token nothing can be recorded
             run = _Run(model, call, index, record, device)
             with trained():
                 log_probs, best = run.log_probs()

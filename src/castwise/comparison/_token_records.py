@@ -50,6 +50,8 @@ class TokenRecord:
                 raise ValueError(f"{name} must have an entry for each of {len(self.tokens)} tokens, got {len(values)}")
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.tokens):
             raise TypeError("tokens must be a list of integer ids")
+        if any(token < 0 for token in self.tokens):
+            raise ValueError(f"tokens must be ids >= 0, got {min(self.tokens)}")
         if not all(value is None or isinstance(value, float) for value in self.log_probs):
             raise TypeError("log_probs must be a list of numbers, with None where nothing was recorded")
         for place, value in enumerate(self.log_probs):
