@@ -45,15 +45,21 @@ Run = tuple[dict[str, torch.Tensor], list[float]]
 
 def main() -> None:
     """Check what is asked for, and write the table of all."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    chosen = sys.argv[1:] or EVERY
-    if unknown := set(chosen) - set(EVERY):
-        sys.exit(f"choose from {', '.join(EVERY)}, not {', '.join(sorted(unknown))}")
+    chosen = chosen_of(EVERY)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         for pair, answers in zip(chosen, pool.imap(checked, chosen), strict=True):
             write(pair, answers)
     print(table(json.loads(RESULT.read_text())))
+
+
+def chosen_of(every: list[str]) -> list[str]:
+    """Return the arguments of the command, or all that there is; set what all of these benchmarks set."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    chosen = sys.argv[1:] or every
+    if unknown := set(chosen) - set(every):
+        sys.exit(f"choose from {', '.join(every)}, not {', '.join(sorted(unknown))}")
+    return chosen
 
 
 def write(pair: str, answers: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks import recording
 from benchmarks.checked_changes import FOLDER, STEPS, compiled
 from castwise.checking import check, record
+from castwise.diagnosis._capsule import threads
 
 PROGRAMS = ("gpt", "cnn", "unet", "loader")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,17 +55,6 @@ def loader(probe: Any, *, dtype: torch.dtype, workers: int = 2, seed: int | None
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute with a number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

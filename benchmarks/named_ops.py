@@ -11,16 +11,12 @@ benchmarks/results/named_ops-cpu.json and the table in benchmarks/README.md. Tak
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import recording
 from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
-from benchmarks.checked_changes import DTYPES, FOLDER, changed, compiled
+from benchmarks.checked_changes import DTYPES, FOLDER, changed, chosen_of, compiled
 from castwise.checking._measuring import Plan, measure
 from castwise.checking._ops import OpCall, differences
 
@@ -37,11 +33,7 @@ COLUMNS = {
 
 def main() -> None:
     """Compare what is asked for, and write the table of all."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    chosen = sys.argv[1:] or EVERY
-    if unknown := set(chosen) - set(EVERY):
-        sys.exit(f"choose from {', '.join(EVERY)}, not {', '.join(sorted(unknown))}")
+    chosen = chosen_of(EVERY)
     known = json.loads(RESULT.read_text())["programs"] if RESULT.exists() else {}
     for pair in chosen:
         known[pair] = compared(*pair.split("-"))

@@ -159,11 +159,13 @@ class ScriptSource:
         return block[ends[-1]] if is_after_backward else statement
 
     def later_unscale(self, statement: ast.stmt) -> ast.Expr | None:
-        """Return the function's only statement that unscales, if it follows a statement in its block."""
+        """Return the function's only statement that unscales, if it follows in the same block before any backward."""
         calls = [call for call in self.calls_beside(statement) if call.method == "unscale_"]
         unscaling = self.statement(calls[0].node) if len(calls) == 1 else None
-        is_later = isinstance(unscaling, ast.Expr) and unscaling in self._after(statement)
-        return unscaling if is_later and isinstance(unscaling, ast.Expr) else None
+        after = self._after(statement)
+        if not isinstance(unscaling, ast.Expr) or unscaling not in after:
+            return None
+        return None if has_backward(after[: after.index(unscaling)]) else unscaling
 
     def _after(self, statement: ast.stmt) -> list[ast.stmt]:
         block = self.block(statement)

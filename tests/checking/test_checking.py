@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import signal
+import time
 import warnings
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from tests.checking.programs import program, train
 
-from castwise.checking import CheckResult, Golden, NotReproducibleError, check, record
+from castwise.checking import CheckResult, Golden, NotReproducibleError, ProgramError, check, record
+from castwise.checking._measuring import Plan, measure_apart, of_all_ranks
 
 DTYPES = {"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "fp16": {"dtype": torch.float16, "scale": 64.0}}
 
@@ -102,6 +106,55 @@ def test_a_gradient_that_is_changed_after_the_backward_is_told_from_a_wrong_one(
     assert check(program, golden).kind == "identical"
     assert check(functools.partial(program, after=1.1), golden).where == "between backward and step"
     assert check(functools.partial(program, wrong=1.1), golden).where == "1, weight gradient"
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, by: float) -> torch.Tensor:
+        ctx.by = by
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.by, None
+
+
+def test_of_wrong_weight_gradients_of_several_modules_the_first_is_named() -> None:
+    def program(by: float = 1.0) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for layer in model[:2]:
+            layer.forward = functools.partial(  # type: ignore[method-assign]
+                lambda layer, x: torch.nn.functional.linear(x, Scaled.apply(layer.weight, by), layer.bias), layer
+            )
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.rand(4, 4)).square().sum().backward()
+            optimizer.step()
+
+    assert check(functools.partial(program, by=1.1), record(program, 2)).where == "1, weight gradient"
+
+
+def test_of_ranks_each_step_has_the_bits_of_all_that_take_it() -> None:
+    assert of_all_ranks([["a"], ["b"]]) == ["a+b"]
+    assert of_all_ranks([["a", "b"], []]) == ["a+", "b+"]
+
+
+def test_ranks_that_do_not_end_at_a_signal_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("castwise.checking._measuring.PATIENCE_S", 0.5)
+
+    def program() -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(2)  # until the other handles the signal
+            raise ZeroDivisionError
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+    began = time.monotonic()
+    with pytest.raises(ProgramError, match="ZeroDivisionError"):
+        measure_apart(program, Plan("plain", 1, ranks=2))
+    assert time.monotonic() - began < 300
 
 
 def test_a_value_of_the_program_decides() -> None:

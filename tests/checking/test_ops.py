@@ -171,3 +171,29 @@ def test_differences_are_in_the_order_of_the_program() -> None:
     now = [before[0], before[2]._replace(name="d")]
     assert [difference.place for difference in differences(before, now).differences] == ["x.py:b", "x.py:c"]
     assert [difference.place for difference in differences(now, before).differences] == ["x.py:b", "x.py:c"]
+
+
+def test_an_op_that_reads_numbers_instead_of_integers_says_so() -> None:
+    def train(dtype: torch.dtype) -> None:
+        torch.ones(2, dtype=dtype) / 2
+
+    (found,) = compare_ops(functools.partial(train, torch.int64), functools.partial(train, torch.float32)).differences
+    assert "div reads float32 instead of no floating-point numbers" in found.changes
+
+
+def test_models_that_are_made_on_the_meta_device_are_compared() -> None:
+    def train(eps: float = 1e-5) -> None:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, eps))
+        model = model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.ones_(param)
+        model(torch.ones(2, 4))
+
+    (found,) = compare_ops(train, functools.partial(train, 1e-6)).differences
+    assert found.changes == ("native_layer_norm, eps 1e-05 is now 1e-06",)
+
+
+def test_programs_that_run_no_op_here_are_refused() -> None:
+    with pytest.raises(ValueError, match="neither version ran an op: processes that a program starts itself"):
+        compare_ops(lambda: None, lambda: None)

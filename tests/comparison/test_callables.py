@@ -150,6 +150,12 @@ def test_gradients_that_a_callable_does_not_give_are_not_known(model: nn.Module,
         assert f"{name}: its loss has no gradient with respect to the model's weights" in str(drift.notes)
     assert "gradients by under 0.0001% (not known for detached and other)" in drift.result()
     assert "farther" not in str(drift)
+    last = batches[-1][0]
+    some = castwise.compare(
+        model, batches, {"some": lambda x: model(x).detach() if torch.equal(x, last) else model(x)}, loss=LOSS
+    )
+    assert some["some"].summary.gradient_errors is not None
+    assert "some: its loss has no gradient" not in str(some.notes)
 
 
 def test_a_callable_whose_output_is_not_finite_is_blamed_and_not_the_loss(model: nn.Module, batches: Any) -> None:

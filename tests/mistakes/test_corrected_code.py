@@ -205,6 +205,13 @@ norm = get_total_norm(net)  # here
             LOGGED_AND_CLIPPED_FIRST.replace("1.0)", "1.0)  # here").replace("    s.unscale_(opt)\n", ""),
             "# before line 3:\ns.unscale_(opt)",
         ),
+        (  # not before a backward that adds scaled gradients
+            corrected_code.unscaled_before,
+            LOGGED_AND_CLIPPED_FIRST.replace("(net.parameters(), 1.0)", "(net.parameters(), 1.0)  # here").replace(
+                "    s.unscale_(opt)\n", "    s.scale(net(2)).backward()\n    s.unscale_(opt)\n"
+            ),
+            "# after line 7, which unscales them:\nclip_grad_norm_(net.parameters(), 1.0)",
+        ),
         (
             corrected_code.unscaled_before,
             UNSCALED_ON_A_BRANCH,

@@ -265,6 +265,8 @@ def _compare_ops(run: ScriptRun, other: str, steps: int, ranks: int, as_json: bo
                 found = compare_ops(old, run, steps, apart=True, ranks=ranks, progress=progress)
         except ProgramError as error:
             raise UserError(f"{run.name} failed:\n{error}") from None
+        except ValueError as error:
+            raise UserError(str(error)) from None
     if as_json:
         typer.echo(json.dumps(found.as_dict()))
     else:

@@ -88,7 +88,7 @@ class Corrected:
     def new_lines(self) -> list[str]:
         """Return the statements that the edits write, complete, without the indentation that all of them have.
 
-        None if lines are removed or moved, which new ones do not show.
+        Empty if lines are removed, also because they are moved: new ones do not show that.
         """
         source = ScriptSource(self.new)
         edited = difflib.SequenceMatcher(None, _rows(self.old), _rows(self.new), autojunk=False).get_opcodes()

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from castwise._fixing.edits import Change, after, before, indent_of, indented, instead, outdented, without
-from castwise._mistakes.corrected_code import model_in_fp32
+from castwise._mistakes.corrected_code import argument_of_loss, model_in_fp32
 from castwise._script_source import (
     LOOPS,
     MethodCall,
@@ -55,13 +55,13 @@ def fix_of_mistake(name: str, source: ScriptSource, line: int) -> Fix:
 
 
 def fix_of_loss(code: str, source: ScriptSource, line: int) -> Fix:
-    """Return the change that computes the loss of a line in fp32, by the code of a message for that line."""
+    """Return the changes that compute the loss of a line in fp32, in the region that a message's code begins with."""
     statements = source.statements_at(line)
-    if len(statements) != 1 or indented(source, statements, "") is None or "torch" not in source.identifiers:
+    given = argument_of_loss(statements[0]) if len(statements) == 1 else None
+    moved = None if given is None else indented(source, statements, code.partition("\n")[0])
+    if given is None or moved is None or "torch" not in source.identifiers:
         return _NOT_ONE_STATEMENT
-    [statement] = statements
-    indent = indent_of(source.line(statement.lineno))
-    return (instead(source, statement, code.replace("\n", f"{source.line_end}{indent}")),)
+    return *moved, instead(source, given, f"{source.text_of(given)}.float()")
 
 
 def _unscale_before(source: ScriptSource, statement: ast.stmt) -> Fix:

@@ -22,7 +22,7 @@ _OF_MODELS = {"parameters", "named_parameters", "state_dict", "load_state_dict",
 
 
 def unscaled_before(line: ScriptLine) -> str:
-    """Unscale before the line that uses gradients, and before the loop over parameters that it is in."""
+    """Unscale before the line that uses gradients; see `ScriptSource.place_to_unscale`."""
     unscale = f"{line.scaler or 'scaler'}.unscale_({line.optimizer or 'optimizer'})"
     code = f"{unscale}\n{line.text}"
     if line.source is not None and line.statement is not None:
@@ -170,13 +170,19 @@ def loss_in_region(line: ScriptLine) -> str:
 def loss_in_fp32(line: ScriptLine, device: str) -> str:
     """Compute the loss of a line with autocast disabled and its first argument in fp32."""
     head = f'with torch.autocast("{device}", enabled=False):'
-    call = getattr(line.statement, "value", None) if line.is_simple else None
-    is_of_loss = isinstance(call, ast.Call) and _LOSSES.search(ast.unparse(call.func))
-    given = call.args[0] if isinstance(call, ast.Call) and is_of_loss and call.args else None
-    if line.source is None or line.statement is None or not isinstance(given, ast.Name | ast.Attribute | ast.Subscript):
+    given = argument_of_loss(line.statement) if line.is_simple and line.statement is not None else None
+    if line.source is None or line.statement is None or given is None:
         return f"# around the loss, with .float() on its arguments:\n{head}"
     text = line.replaced(line.statement, given, f"{line.source.text_of(given)}.float()")
     return f"{head}\n{_indented(text)}"
+
+
+def argument_of_loss(statement: ast.stmt) -> ast.expr | None:
+    """Return the first argument of the loss that a statement computes, if it is a value; None for other code."""
+    call = getattr(statement, "value", None)
+    if not isinstance(call, ast.Call) or not call.args or not _LOSSES.search(ast.unparse(call.func)):
+        return None
+    return call.args[0] if isinstance(call.args[0], ast.Name | ast.Attribute | ast.Subscript) else None
 
 
 def scaled_training(line: ScriptLine, device: str) -> str:

@@ -318,13 +318,16 @@ def compare_ops(
         progress: See `record`.
 
     Raises:
-        ValueError: `steps` or `ranks` is below 1.
+        ValueError: `steps` or `ranks` is below 1, or neither version runs an op.
         ProgramError: With `apart`, a version raised.
     """
     _check_counts(steps, ranks)
     with notebook_progress() as shown:
         runs = _Runs(before, steps, apart, progress or shown, 2, ranks)
-        return differences(runs.run("ops").ops, runs.run("ops", train=now).ops)
+        old, new = runs.run("ops").ops, runs.run("ops", train=now).ops
+    if not (old or new):
+        raise ValueError("neither version ran an op: processes that a program starts itself are not seen; see `ranks`")
+    return differences(old, new)
 
 
 def _environment_notes(golden: Golden, plain: Measurement) -> tuple[str, ...]:

@@ -135,14 +135,19 @@ class Comparison:
         return {"loss": "loss", "update": "optimizer", "param": f"initial weight {key.name}"}.get(key.kind, _value(key))
 
     def _gradients(self, first: ProbeKey) -> str:
-        """Return the one module whose gradients differ; all others would have been changed after the backward."""
+        """Return the one module whose gradients differ; the first of some, if they differ as the backward leaves them.
+
+        If all do, or some only at the step, they are changed after they are computed.
+        """
         if first.kind == "gradient" and self.errors.get(first._replace(kind="arrived"), math.inf) <= DIFFERENT:
             return "between backward and step"
         keys = [key for key in self.errors if key.step == first.step and key.kind == first.kind]
         of_step = {key.name: self.errors[key] for key in keys}
         owners = {name.rpartition(".")[0] for name, error in of_step.items() if error > DIFFERENT}
         others = {name.rpartition(".")[0] for name in of_step} - owners
-        return f"{owners.pop()}, weight gradient" if len(owners) == 1 and others else "between backward and step"
+        if others and (len(owners) == 1 or first.kind == "arrived"):
+            return f"{first.name.rpartition('.')[0]}, weight gradient"
+        return "between backward and step"
 
 
 def _value(key: ProbeKey) -> str:

@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -32,7 +32,7 @@ Way = Literal["plain", "local", "rounded", "exact", "exact-rounded", "ops"]
 """How a program runs: as it is; with each module again in float64; also with random rounding; in float64; in float64
 with random rounding; with a log of its ops."""
 
-_PATIENCE_S = 10  # for ranks that are ended because another has failed
+PATIENCE_S = 10  # for ranks that are ended because another has failed
 
 
 class ProgramError(Exception):
@@ -176,8 +176,8 @@ def measure_apart(train: Train, plan: Plan) -> Measurement:
     torch.optim.SGD([torch.empty(0)], lr=1.0)
     context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
     port = _free_port() if plan.ranks > 1 else 0
-    with tempfile.TemporaryDirectory(prefix="castwise-") as folder:
-        ranks: dict[Any, _Rank] = {}
+    ranks: dict[Any, _Rank] = {}
+    with tempfile.TemporaryDirectory(prefix="castwise-") as folder, _ended(ranks):
         for number in range(plan.ranks):
             output = Path(folder, f"output-{number}")
             ours, theirs = context.Pipe()
@@ -187,8 +187,13 @@ def measure_apart(train: Train, plan: Plan) -> Measurement:
             ranks[ours] = _Rank(number, process, output)
         results = _received(ranks)
     first = results[0]
-    first.digests = ["+".join(of_step) for of_step in zip_longest(*(each.digests for each in results), fillvalue="")]
+    first.digests = of_all_ranks([each.digests for each in results])
     return first
+
+
+def of_all_ranks(digests: Sequence[Sequence[str]]) -> list[str]:
+    """Return a digest for each step that any rank has taken."""
+    return ["+".join(of_step) for of_step in zip_longest(*digests, fillvalue="")]
 
 
 class _Rank(NamedTuple):
@@ -199,16 +204,14 @@ class _Rank(NamedTuple):
     output: Path
 
 
-def _received(ranks: dict[Any, _Rank]) -> list[Measurement]:
-    """Return what each rank has sent; end all others if one fails."""
-    results: dict[int, Measurement] = {}
+@contextmanager
+def _ended(ranks: dict[Any, _Rank]) -> Iterator[None]:
+    """Let the ranks end after the block; make them, if it raises."""
+    patience_s: float | None = None
     try:
-        while len(results) < len(ranks):
-            waited: list[Any] = [end for end, rank in ranks.items() if rank.number not in results]
-            for end in multiprocessing.connection.wait(waited):
-                rank = ranks[end]
-                results[rank.number] = _result_of(end, rank)
+        yield
     except BaseException:
+        patience_s = PATIENCE_S
         for rank in ranks.values():
             rank.process.terminate()
         raise
@@ -218,9 +221,19 @@ def _received(ranks: dict[Any, _Rank]) -> list[Measurement]:
                 end.send("end")  # a rank that has sent its result ends only now: the others may still talk to it
             end.close()
         for rank in ranks.values():
-            rank.process.join(None if len(results) == len(ranks) else _PATIENCE_S)
+            rank.process.join(patience_s)
             rank.process.kill()  # one that handles SIGTERM and waits for a rank that has gone
             rank.process.join()
+
+
+def _received(ranks: dict[Any, _Rank]) -> list[Measurement]:
+    """Return what each rank has sent, in their order."""
+    results: dict[int, Measurement] = {}
+    while len(results) < len(ranks):
+        waited: list[Any] = [end for end, rank in ranks.items() if rank.number not in results]
+        for end in multiprocessing.connection.wait(waited):
+            rank = ranks[end]
+            results[rank.number] = _result_of(end, rank)
     return [results[number] for number in sorted(results)]
 
 

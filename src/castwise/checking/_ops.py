@@ -326,6 +326,9 @@ def _aligned(old: list[Any], new: list[Any]) -> Iterator[tuple[bool, range, rang
 def _described(gone: list[OpCall], come: list[OpCall]) -> str:
     if len(gone) == len(come) == 1 and gone[0][:2] == come[0][:2]:
         old, new = gone[0], come[0]
+        if old.results == new.results and old.inputs != new.inputs:
+            read = [", ".join(each.inputs) or "no floating-point numbers" for each in (old, new)]
+            return f"{old.name} reads {read[1]} instead of {read[0]}"
         if old.dtypes != new.dtypes:
             return f"{old} is now {new.dtypes}"
         before, now = dict(old.settings), dict(new.settings)

@@ -79,7 +79,7 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return draws.mul_(2).sub_(1).mul_(unit).add_(1).mul_(value).to(value.dtype)
 
     def _moved_shards(self, value: Any) -> Any:
-        """Return a DTensor with each element moved; replicas move alike, because all ranks have the same seed."""
+        """Return a DTensor with each element moved; replicas move alike if all ranks have drawn as often."""
         layout = {"shape": value.shape, "stride": value.stride(), "run_check": False}
         return type(value).from_local(self.moved(value.to_local()), value.device_mesh, value.placements, **layout)
 

@@ -571,8 +571,9 @@ class _OneBatch:
         if not self._with_gradients or all(gradient is None for gradient in self._gradients):
             return
         gradients = _gradients(loss, [*self._params]) if loss.requires_grad else []
-        variant.is_detached = all(gradient is None for gradient in gradients)
-        for pair in [] if variant.is_detached else zip(self._gradients, gradients, strict=True):
+        is_detached = all(gradient is None for gradient in gradients)
+        variant.is_detached = is_detached and not variant.gradients.elements  # in no batch so far
+        for pair in [] if is_detached else zip(self._gradients, gradients, strict=True):
             if (comparable := _comparable(*pair, 1.0)) is not None:
                 variant.gradients.add(*comparable)
 

@@ -123,7 +123,7 @@ class Capsule:
             Exception: Whatever the model raises.
         """
         wanted = self._checksums()
-        with _threads(int(self._facts["threads"])):
+        with threads(int(self._facts["threads"])):
             found = checksums_of(self._case(model), float(self._facts["scale"]))
         for number, (one, other) in enumerate(zip(wanted, found, strict=False), 1):
             if one.where != other.where:
@@ -373,8 +373,8 @@ def _checksums(
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Use as many threads as the run, because their number decides how sums are split."""
+def threads(count: int) -> Iterator[None]:
+    """Compute with a number of threads, such as a run's: it decides how sums are split."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
