@@ -180,7 +180,7 @@ def troubled(folder: Path, steps: int = 6000, layers: int = 6, name: str = "") -
     return write(folder, *records, policy="float16")
 
 
-def large(folder: Path, layers: int = 50, samples: int = 60) -> Path:
+def large(folder: Path, samples: int, layers: int = 50) -> Path:
     """A model of many modules with long names, one of which a diagnosis names."""
     inner = ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up")
     names = ["model.embed", *(f"model.decoder.layers.{i}.attention.{name}" for i in range(layers) for name in inner)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -25,6 +24,7 @@ from castwise._installation.run_folder import RunFolder, model_folder
 from castwise._invariants.invariant import Exemptions
 from castwise._invariants.resumed import LOADED_STATES
 from castwise._invariants.torch_calls import TORCH_CALLS
+from castwise._live_objects import instances_of
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_dynamo_active, wraps_compiled
@@ -422,9 +422,7 @@ def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
     """
     wanted = None if model is None else set(map(id, model.parameters()))
     found, inner = [], set()
-    for value in gc.get_objects():
-        if not issubclass(type(value), torch.optim.Optimizer):
-            continue
+    for value in instances_of(torch.optim.Optimizer):
         if steps_in_fp32(type(value)):  # the object may not be finished
             inner.add(id(getattr(value, "inner", None)))
         elif "param_groups" not in vars(value):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Mapping
 from types import FrameType
@@ -10,6 +9,8 @@ from types import FrameType
 import torch
 import torch.fx
 from torch import nn
+
+from castwise._live_objects import instances_of
 
 
 class Models(nn.Module):
@@ -65,11 +66,7 @@ def model_with(params: Iterable[torch.Tensor] | None = None) -> nn.Module | None
         params: The parameters; None accepts all modules with parameters.
     """
     wanted = None if params is None else set(map(id, params))
-    having: list[nn.Module] = []
-    for value in gc.get_objects():
-        # type(), because isinstance reads __class__, which proxies forward to their target.
-        if issubclass(type(value), nn.Module) and not isinstance(value, Models) and _has(value, wanted):
-            having.append(value)
+    having = [each for each in instances_of(nn.Module) if not isinstance(each, Models) and _has(each, wanted)]
     # The compiler's graph modules share the parameters of their model.
     having = [each for each in having if not isinstance(each, torch.fx.GraphModule)] or having
     inner = {id(child) for module in having for child in module.modules() if child is not module}

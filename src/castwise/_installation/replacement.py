@@ -83,6 +83,8 @@ class Replacement:
             if _is_of(name, "torch") or _is_of(name, "castwise") or not hasattr(module, "__dict__"):
                 continue
             namespace = vars(module)
+            if self._new.keys().isdisjoint(map(id, list(namespace.values()))):  # true of nearly all of thousands
+                continue
             for key, value in list(namespace.items()):
                 if id(value) in self._new:
                     self._places.append((namespace, key, value, self._new[id(value)]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from castwise._invariants.invariant import Broken
 from castwise._invariants.torch_calls import TORCH_CALLS
+from castwise._live_objects import instances_of
 from castwise._torch_private import fsdp_mixed_precision
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -120,7 +120,7 @@ def _ddps(model: nn.Module) -> list[DistributedDataParallel]:
     if inside:
         return inside
     own = set(map(id, model.modules()))
-    found = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
+    found = instances_of(DistributedDataParallel)
     return [wrapper for wrapper in found if id(vars(wrapper)["_modules"].get("module")) in own]
 
 
@@ -140,7 +140,7 @@ def _averages_weights(wrapper: DistributedDataParallel) -> bool:
 
 def _has_averager() -> bool:
     kind: Any = getattr(sys.modules.get(_AVERAGERS), "ModelAverager", None)  # a script that has one has imported it
-    return kind is not None and any(issubclass(type(value), kind) for value in gc.get_objects())
+    return kind is not None and bool(instances_of(kind))
 
 
 def _mesh_of(param: torch.Tensor) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from castwise._invariants.invariant import Broken, named
+from castwise._live_objects import instances_of
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
 from castwise.amp._readback import DELAY, Readback
@@ -278,8 +278,7 @@ def _in_plain_containers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 def _all_optimizers() -> list[torch.optim.Optimizer]:
     """Return all optimizers of the process."""
-    found = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
-    return [value for value in found if "param_groups" in vars(value)]
+    return [each for each in instances_of(torch.optim.Optimizer) if "param_groups" in vars(each)]
 
 
 def _whole_parts(names: Sequence[str], parameters: Named) -> set[str]:

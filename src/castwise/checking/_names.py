@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Callable, Iterable
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
+from castwise._live_objects import instances_of
 from castwise._torch_private import is_compiled
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
@@ -58,7 +58,7 @@ class Names:
         return str(self._params[param])
 
     def _adopt_all(self, is_wanted: Callable[[nn.Module], bool]) -> None:
-        modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+        modules = instances_of(nn.Module)
         children = {id(child) for module in modules for child in module.children()}
         for module in modules:
             if id(module) not in children and is_wanted(module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
 import math
 import sys
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from castwise._live_objects import instances_of
 from castwise._torch_private import buffers_in, is_backward_running, tree_leaves, tree_map, without_dispatch_modes
 from castwise.amp import GradScaler, autocast
 from castwise.checking._names import Names
@@ -270,8 +270,9 @@ class Recorder:
 
     def _of_this_program(self) -> list[Optimizer]:
         """Return the optimizers of the models that have been named; other programs of this process may have more."""
-        optimizers = [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
-        return [found for found in optimizers if any(self.names.knows(param) for param in _params_of(found))]
+        return [
+            found for found in instances_of(Optimizer) if any(self.names.knows(param) for param in _params_of(found))
+        ]
 
     def _note_settings(self, optimizer: Optimizer) -> None:
         settings, step = self.measurement.settings, self._counts[id(optimizer)]

@@ -46,17 +46,17 @@ def write_drift_report(
         frontier: What to draw of its policies, as lists of the same length.
         shared_script: See `castwise.report.write_report`.
     """
-    environment, target = pages.new_environment(), Path(path)
+    templates, target = pages.environment(), Path(path)
     from markupsafe import Markup
 
-    environment.filters["format_name"] = abbreviated
+    templates.filters["format_name"] = abbreviated
     plotly = pages.plotly_for(target, pages.load_plotly(), shared_script)
     script = pages.own_script("drift.js")
     shown = [*drift, *([drift.noise] if drift.noise is not None else [])]
     drawn = [policy_drift for policy_drift in shown if policy_drift.modules]
     compiled = [block for policy_drift in drift for block in policy_drift._blocks_alone()]
     title, reason = _title(drift) if tuned is None else (tuned._title(), "")
-    html = environment.get_template("drift.html.j2").render(
+    html = templates.get_template("drift.html.j2").render(
         drift=drift,
         tuned=tuned,
         frontier=() if tuned is None else tuned.frontier.rows(),

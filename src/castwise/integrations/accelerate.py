@@ -14,7 +14,6 @@ Requires the extra `castwise[accelerate]`.
 from __future__ import annotations
 
 import functools
-import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from castwise._live_objects import instances_of
 from castwise._torch_private import UNSCALES_IN_STEP
 from castwise._warnings import warn
 from castwise.amp._gradients import params_of
@@ -120,12 +120,11 @@ def clip_in_step(optimizer: Any) -> None:
     master = unwrapped(optimizer)
     if not isinstance(master, MasterWeights):
         return
-    objects = gc.get_objects()
-    for accelerator in [each for each in objects if issubclass(type(each), Accelerator)]:
+    for accelerator in instances_of(Accelerator):
         is_its = any(prepared is optimizer for prepared in getattr(accelerator, "_optimizers", ()))
         if is_its and isinstance(accelerator.scaler, (GradScaler, type(None))):
             _CastwiseMethods(accelerator).clip_from(accelerator)
-    for model in [each for each in objects if issubclass(type(each), DistributedDataParallel)]:
+    for model in instances_of(DistributedDataParallel):
         if any(owner_of(param) is master for param in model.parameters()):  # Accelerate keeps the model inside it
             sum_over_ranks(model)
 

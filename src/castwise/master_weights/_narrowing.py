@@ -6,13 +6,13 @@ module shares. A run under autocast then gives the same results, bit for bit, as
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from castwise._live_objects import instances_of
 from castwise._patches import OPS, parts_of
 from castwise._torch_private import convert_tensors, is_fsdp_flattened
 from castwise._warnings import warn
@@ -97,7 +97,7 @@ def owner_of(params: set[torch.Tensor], others: set[torch.Tensor]) -> nn.Module 
         others: Of several such modules, one with most of these is returned, and of those the smallest.
     """
     best, best_key = None, (0, 0)
-    for module in [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]:
+    for module in instances_of(nn.Module):
         own = set(module.parameters()) if params else set[torch.Tensor]()
         key = len(own & others), -len(own)
         if params and params <= own and (best is None or key > best_key):
@@ -133,9 +133,7 @@ def check_is_possible(model: nn.Module, chosen: set[torch.Tensor], dtype: torch.
     names = names_of(model)
     new = {param for param in chosen if param.dtype is not dtype}
     if new and torch.distributed.is_available() and torch.distributed.is_initialized():
-        # `isinstance` would read the deprecated `torch.distributed.reduce_op`, which is among all objects.
-        ddp = nn.parallel.DistributedDataParallel
-        for wrapper in (each for each in gc.get_objects() if issubclass(type(each), ddp)):
+        for wrapper in instances_of(nn.parallel.DistributedDataParallel):
             for wrapped in filter(new.__contains__, wrapper.parameters()):
                 raise ValueError(
                     f"{names.get(wrapped)!r} is in DistributedDataParallel, whose buckets are for fp32 "

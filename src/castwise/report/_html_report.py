@@ -30,8 +30,8 @@ from castwise.report._figures.timeline import timeline
 from castwise.report._page import (
     MAX_NAME,
     as_json,
+    environment,
     load_plotly,
-    new_environment,
     own_script,
     plotly_for,
     shortened,
@@ -283,7 +283,7 @@ def write_report(
     given = list(runs)
     if not given:
         raise ValueError("write_report needs at least one run, got none")
-    environment, plotly_js = new_environment(), load_plotly()
+    templates, plotly_js = environment(), load_plotly()
     read = read_runs(given)
     labelled = zip(labels([run.path for run in read]), read, strict=True)
     with paused():
@@ -293,7 +293,7 @@ def write_report(
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
     script = plotly_for(target, plotly_js, shared_script)
-    write_page(target, _page(environment, script, views))
+    write_page(target, _page(templates, script, views))
     return target
 
 
@@ -310,7 +310,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
     ]
 
 
-def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunView]) -> str:
+def _page(templates: Environment, plotly: PlotlyScript, views: Sequence[RunView]) -> str:
     script = own_script("report.js")
     of_verdicts = (view.opens_with for view in views)
     opened = next(filter(None, of_verdicts), ("gradients", views[0].facts.computes_in or "fp16"))
@@ -318,7 +318,7 @@ def _page(environment: Environment, plotly: PlotlyScript, views: Sequence[RunVie
     losses = overlaid([(shortened(view.label, MAX_NAME), view.loss) for view in views])
     mistakes = distinct_mistakes(view.facts.run for view in views)
     in_trouble = any(piece.severity in ("critical", "warning") for view in views for piece in view.verdict)
-    return environment.get_template("report.html.j2").render(
+    return templates.get_template("report.html.j2").render(
         views=views,
         mistakes=mistakes,
         same_edits=_same_edits(mistakes),

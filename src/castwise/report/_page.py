@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -42,25 +43,27 @@ def is_page(head: bytes) -> bool:
     return head.startswith(b"<!doctype html>") and b"<title>castwise: " in head
 
 
-def new_environment() -> Environment:
+@functools.cache  # which keeps the templates compiled
+def environment() -> Environment:
     try:
         import jinja2
     except ModuleNotFoundError as error:
         raise _missing("jinja2") from error
-    environment = jinja2.Environment(
+    made = jinja2.Environment(
         autoescape=True,
         loader=jinja2.FunctionLoader(template),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(
+    made.filters.update(
         headroom=headroom, percent=percent, shown=shown, powers=_powers, short=shortened, name=_name, sortable=sortable
     )
-    environment.filters["breaking"] = _breaking
-    return environment
+    made.filters["breaking"] = _breaking
+    return made
 
 
+@functools.cache
 def load_plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # plotly ships no types

@@ -7,6 +7,7 @@ files that are opened from a disk.
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 import os
@@ -53,6 +54,7 @@ def without_unused(plotly_js: str, known: Mapping[str, Any]) -> str:
     return "".join(plotly_js[end:start] for end, start in zip(ends, starts, strict=True))
 
 
+@functools.cache  # to compress it takes longer than the rest of a small page
 def in_page(plotly_js: str) -> PlotlyScript:
     """Return the library for a page that holds it."""
     return PlotlyScript(packed(plotly_js), "", "", script_hash(plotly_js))

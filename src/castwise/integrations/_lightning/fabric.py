@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from castwise._live_objects import instances_of
 from castwise._torch_private import is_fsdp_flattened
 from castwise.amp._gradients import params_of
 from castwise.amp.autocast_mode import autocast
@@ -79,7 +79,8 @@ class FabricPrecision(Scaling):
 
         Fabric asks the strategy to clip, and never gives it to its precision plugin.
         """
-        for strategy in [each for each in gc.get_objects() if issubclass(type(each), self._strategy)]:
+        strategies: list[Any] = instances_of(self._strategy)
+        for strategy in strategies:
             if strategy.precision is self and not isinstance(strategy.clip_gradients_norm, functools.partial):
                 strategy.clip_gradients_norm = functools.partial(self._clip_norm, strategy.clip_gradients_norm)
                 strategy.clip_gradients_value = functools.partial(self._clip_value, strategy.clip_gradients_value)
