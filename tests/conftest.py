@@ -4,6 +4,7 @@ import functools
 import gc
 import importlib
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,17 @@ def _emulated_formats_were_warned_of() -> None:
             castwise.autocast("cpu", dtype=dtype)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _what_imports_made_is_not_searched() -> None:
-    """Castwise looks for models among all objects of the process, in hundreds of tests. Those of imports have none."""
-    importlib.import_module("torch._dynamo")  # as the first optimizer does
-    gc.collect()
-    gc.freeze()
+_frozen_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Keep what imports made from being searched. Castwise looks for models among all objects, in hundreds of tests."""
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        importlib.import_module("torch._dynamo")  # as the first optimizer does
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 _OF_THE_BUILT_MANUAL = ("tests/docs/test_layout.py", "tests/docs/test_manual.py")

@@ -17,24 +17,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import torch
 
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    [
-        "torch._dynamo",  # which torch imports when the first optimizer is made
-        "torch.distributed.checkpoint.state_dict",
-        "torch.distributed.fsdp.sharded_grad_scaler",
-        "torch.distributed.tensor.parallel",
-        "castwise._cli.report_text",
-        "castwise._cli.script",
-        "castwise._demo.command",
-        "castwise.monitor._monitor",
-    ]
-)
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.preloaded"])
+_ROOT = Path(__file__).parents[1]
+
+
+def forked(target: Callable[..., object], *args: object, daemon: bool) -> multiprocessing.process.BaseProcess:
+    """Start a function in a process; a daemon ends with the tests, should one fail and leave it running."""
+    here = Path.cwd()
+    os.chdir(_ROOT)  # where the server, if it is not there yet, finds what it loads
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
+    process = _SERVER.Process(target=target, args=args, daemon=daemon)
+    process.start()
+    return process
 
 
 class Python:
@@ -56,9 +60,7 @@ class Python:
             file.touch()
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         where = str(folder or Path.cwd()), variables, self._files
-        # A daemon: what a test that failed has left running ends with the tests.
-        self._process = SERVER.Process(target=_python, args=([*map(str, arguments)], *where), daemon=True)
-        self._process.start()
+        self._process = forked(_python, [*map(str, arguments)], *where, daemon=True)
 
     @property
     def returncode(self) -> int | None:

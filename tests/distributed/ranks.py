@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.forked import SERVER, become
+from tests.forked import become, forked
 
 LIMIT = 900
 """Seconds until `run` fails. A rank that waits for another ends by itself after a minute (`join`), so this is far above
@@ -22,18 +22,14 @@ what a busy machine takes."""
 def run(worker: Path, world_size: int, store: Path, what: str) -> list[Any]:
     """Let every rank do something; what each of them has to say, None for one that died."""
     said = [store.with_name(f"{store.name} {rank}") for rank in range(world_size)]
-    processes = [
-        SERVER.Process(target=_become, args=(str(worker), [str(rank), str(world_size), str(store), what], said[rank]))
-        for rank in range(world_size)
-    ]
     give_up = time.monotonic() + LIMIT
     started = []
     try:
-        for file, process in zip(said, processes, strict=True):
+        for rank, file in enumerate(said):
             file.write_text("")
-            process.start()
-            started.append(process)
-        for process in processes:
+            arguments = [str(rank), str(world_size), str(store), what]
+            started.append(forked(_become, str(worker), arguments, file, daemon=False))
+        for process in started:
             process.join(give_up - time.monotonic())
             assert process.exitcode is not None, f"{worker.name} {what} takes longer than {LIMIT} s"
     finally:
