@@ -23,7 +23,6 @@ from castwise import policies
 from castwise._number_text import percent
 from castwise.comparison import Drift, Errors, ModuleDrift, PolicyDrift, Summary
 from castwise.comparison._drift_map import HeatMap, heat_map
-from castwise.report import _page as pages
 from castwise.tuning import Tuned
 
 LAYERS = 120
@@ -338,7 +337,6 @@ def test_a_page_begins_with_the_result_and_gives_effects_in_units_of_the_loss(tm
 
 
 def test_without_plotly_the_extra_is_named(drift: Drift, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages.environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match=r"a report needs jinja2: pip install 'castwise\[report\]'"):
         drift.report(tmp_path / "page.html")

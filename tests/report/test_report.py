@@ -627,8 +627,6 @@ def test_no_runs_and_missing_extras_are_reported(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="write_report needs at least one run, got none"):
         write_report([], tmp_path / "page.html")
     for name in ("jinja2", "plotly"):
-        pages.environment.cache_clear()
-        pages.load_plotly.cache_clear()
         with monkeypatch.context() as without:
             for module in [each for each in sys.modules if each.split(".")[0] == name]:
                 without.delitem(sys.modules, module)

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +44,18 @@ def is_page(head: bytes) -> bool:
     return head.startswith(b"<!doctype html>") and b"<title>castwise: " in head
 
 
-@functools.cache  # which keeps the templates compiled
 def environment() -> Environment:
     try:
-        import jinja2
+        import jinja2  # noqa: F401  # a missing library is named on each call
     except ModuleNotFoundError as error:
         raise _missing("jinja2") from error
+    return _environment()
+
+
+@functools.cache  # which keeps the templates compiled
+def _environment() -> Environment:
+    import jinja2
+
     made = jinja2.Environment(
         autoescape=True,
         loader=jinja2.FunctionLoader(template),
@@ -63,12 +70,16 @@ def environment() -> Environment:
     return made
 
 
-@functools.cache
 def load_plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # plotly ships no types
     except ModuleNotFoundError as error:
         raise _missing("plotly") from error
+    return _without_unused(get_plotlyjs)
+
+
+@functools.cache
+def _without_unused(get_plotlyjs: Callable[[], object]) -> str:
     return without_unused(str(get_plotlyjs()), json.loads(template("plotly_cuts.json")))
 
 
