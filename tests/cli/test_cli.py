@@ -71,6 +71,7 @@ def test_what_needs_no_torch_answers_without_it() -> None:
         "run torchrun train.py": 2,
         "report missing": 2,
         "fix missing": 2,
+        "fix --force": 2,
         "compare --reference float46": 2,
         "tune --cost money": 2,
         "tune --report missing/page.html": 2,
@@ -81,14 +82,17 @@ def test_what_needs_no_torch_answers_without_it() -> None:
         "run --policy missing.toml test_cli.py": 2,
         "run --schedule Headrom test_cli.py": 2,
     }
+    narrow = {"COLUMNS": "80"}
     answers = dict(
-        zip(lines, light(*((line.split(), {}) for line in lines), folder=Path(__file__).parent), strict=True)
+        zip(lines, light(*((line.split(), narrow) for line in lines), folder=Path(__file__).parent), strict=True)
     )
     assert {line: end for line, (_, end) in answers.items()} == {line: f"{code} False" for line, code in lines.items()}
     flags_with_a_value = [
         line for line, (printed, _) in answers.items() if line.endswith("--help") and "bool" in printed
     ]
     assert flags_with_a_value == []
+    picture = GROUP.commands["run"].epilog.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert [line for line in picture if line.strip() not in answers["run --help"][0]] == []
 
 
 def run_python(*arguments: str, **environment: str) -> str:
@@ -176,7 +180,11 @@ def test_names_on_the_command_line_are_those_of_the_library() -> None:
 
 
 @pytest.mark.parametrize("name", GROUP.commands)
-def test_each_command_has_an_example_that_it_understands(name: str) -> None:
+def test_each_command_has_an_example_that_it_understands(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("capsule-7.safetensors").touch()
     command = GROUP.commands[name]
     program, called, *arguments = shlex.split(
         command.epilog.splitlines()[0].removeprefix("Example: ").strip("`").partition(" > ")[0]
@@ -253,6 +261,19 @@ def test_a_terminal_gets_colours() -> None:
     assert b"\x1b[" in os.read(ours, 10_000)
     os.close(ours)
     os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("diagnose missing", "diagnose: there is no file missing: castwise run writes capsule-N.safetensors into "),
+        ("fix --force", "fix: --force says what --apply may write: give --apply as well"),
+    ],
+)
+def test_the_first_thing_to_mend_is_what_is_said(line: str, message: str) -> None:
+    result = CliRunner().invoke(app, line.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"castwise {message}")
 
 
 def test_exit_codes_have_a_row_for_each_command() -> None:

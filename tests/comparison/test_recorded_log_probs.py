@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import json
 import math
@@ -80,8 +81,14 @@ def test_figures_are_those_computed_by_hand_by_sequence_position_and_token(model
     assert list(found.sequences) == [1, 0], "largest first"
     assert [(group, drift.tokens) for group, drift in found.positions.items()] == [((0, 15), 20), ((16, 47), 8)]
     assert found.positions[0, 15].largest_difference == pytest.approx(0.0, abs=1e-6)
-    worst = found.tokens[0]
-    assert (worst.token, worst.count, worst.largest_difference) == (14, 2, pytest.approx(0.5))
+    worst, of_worst = next(iter(found.tokens.items()))
+    assert (worst, of_worst.tokens, of_worst.largest_difference) == (14, 2, pytest.approx(0.5))
+    assert (of_worst.kl_k1, of_worst.outside_band) == (pytest.approx(-0.25), 0.5)
+    assert of_worst.kl_k3 == pytest.approx((math.exp(0.5) - 1.5) / 2)
+    assert sum(drift.tokens for drift in found.tokens.values()) == 28
+    by_token = str(found).partition("by token")[2]
+    assert by_token.split()[:9] == ["token", "tokens", "mean", "|log", "ratio|", "largest", "KL", "k1", "KL"]
+    assert by_token.splitlines()[2].split()[-1] == "50%"
     assert (found.precision, found.drift, found.best_differs, dict(found.experts)) == (None, None, None, {})
 
 
@@ -94,6 +101,7 @@ def test_what_rounding_explains_and_what_is_left_for_the_engine(model: Experts) 
     assert rounded.precision.left == pytest.approx(0.0, abs=1e-6)
     assert rounded.drift is not None
     assert rounded.drift.batches == 2
+    assert "what the precision of `engine` alone changes, in the 2 sequences with the largest" in str(rounded)
     drift = rounded.drift["engine"].summary.log_probs
     assert drift is not None
     assert drift.mean_difference > 0
@@ -147,6 +155,9 @@ def test_files_frames_and_lists_are_the_same(model: Experts, tmp_path: Path) -> 
     file = tmp_path / "rollout.jsonl"
     file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     assert read_records(file) == read_records(records) == read_records(map(TokenRecord, rows, read_log_probs(records)))
+    compressed = tmp_path / "rollout.jsonl.gz"
+    compressed.write_bytes(gzip.compress(file.read_bytes()))
+    assert read_records(compressed) == read_records(records)
     flat = [
         {"sequence": f"request-{number}", "token": token, "log_prob": value}
         for number, record in enumerate(records)
@@ -369,6 +380,15 @@ RECORD = {"tokens": [1, 2], "log_probs": [None, -1.0]}
         ([RECORD | {"log_probs": [None, 0.5]}], r"so at most 0, or None, got 0\.5$"),
         ([RECORD | {"tokens": [1, 99]}], r"records\[0\]: the model must return logits .*the largest is 99"),
         ([RECORD | {"experts": {"gate": [[0], [1]]}}], "a router 'gate', which is no module"),
+        ([RECORD | {"experts": {"router": [[9], None]}}], r"the expert 9 of 'router', which scores 4 experts"),
+        ([RECORD | {"experts": {"router": [1, 2]}}], r"an entry of experts\['router'\] must be a list, got 1"),
+        ([RECORD | {"experts": [[0], [1]]}], "experts must be a mapping by the names of routers, got list"),
+        ([RECORD | {"top": [{}, {99: -1.0}]}], r"records\[0\]: top has the token 99, which is none of .* 16 classes"),
+        ([RECORD | {"top": [{}, {-1: -1.0}]}], r"records\[0\]: top must have ids >= 0, got -1"),
+        (
+            [RECORD | {"top": [{}, {"a": -1.0}]}],
+            "an entry of top must map token ids to log-probabilities, got {'a': -1",
+        ),
         (3, "records must be a file of JSON lines"),
     ],
 )
@@ -381,8 +401,33 @@ def test_models_in_training_and_lines_that_are_no_json_are_refused(model: Expert
     (tmp_path / "x.jsonl").write_text('{"tokens"\n')
     with pytest.raises(ValueError, match=r"x\.jsonl:1 is not JSON"):
         compare_log_probs(model, tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_text(f"{json.dumps(RECORD)}\n\n[1, 2]\n")
+    with pytest.raises(ValueError, match=r"x\.jsonl:3 must be a mapping .* got list"):
+        compare_log_probs(model, tmp_path / "x.jsonl")
+    (tmp_path / "x.jsonl").write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match=r"x\.jsonl is no text in UTF-8"):
+        compare_log_probs(model, tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         compare_log_probs(model.train(), [RECORD])
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda: from_vllm(None), r"outputs must be a list of what LLM\.generate or .*, got NoneType"),  # type: ignore[arg-type]
+        (lambda: from_vllm({"choices": []}), "outputs must be a list .* got dict"),
+        (lambda: from_sglang({"meta_info": {}}, [[1]]), "responses must be a list .* got dict"),  # type: ignore[arg-type]
+        (lambda: from_sglang([{}], []), "the token ids of each of 1 responses, got 0"),
+        (lambda: from_transformers(torch.zeros(1, 2), 1), "generate with return_dict_in_generate=True"),
+        (
+            lambda: from_vllm([{"prompt_token_ids": [1], "outputs": [{"token_ids": [2], "logprobs": []}]}]),
+            "log-probabilities must be of each of 2 tokens, got 1",
+        ),
+    ],
+)
+def test_what_no_engine_returns_is_refused(convert: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        convert()
 
 
 def test_options_out_of_range_are_refused_before_the_model_runs(model: Experts) -> None:

@@ -17,8 +17,22 @@ if TYPE_CHECKING:
     from castwise.diagnosis import Capsule
 
 
+def _file(capsule: Path) -> Path:
+    """Return the path of a file; called before options that are missing are refused."""
+    if not os.path.isfile(capsule):  # which raises nothing
+        typer.echo(
+            f"castwise diagnose: there is no file {capsule}: castwise run writes capsule-N.safetensors into the run's "
+            "folder",
+            err=True,
+        )
+        raise typer.Exit(2)
+    return capsule
+
+
 def diagnose(
-    capsule: Annotated[Path, typer.Argument(metavar="CAPSULE", help="A file capsule-N.safetensors of a run.")],
+    capsule: Annotated[
+        Path, typer.Argument(metavar="CAPSULE", callback=_file, help="A file capsule-N.safetensors of a run.")
+    ],
     model: Annotated[
         str,
         typer.Option(
@@ -38,10 +52,6 @@ def diagnose(
     """Replay the fault of a run, op by op, with the weights and the batch in its capsule."""
     try:
         check_target(model)
-        if not os.path.isfile(capsule):  # which raises nothing
-            raise UserError(
-                f"there is no file {capsule}: castwise run writes capsule-N.safetensors into the run's folder"
-            )
         from castwise._cli.traced_model import find_factory, find_function  # loads torch, which takes seconds
 
         read = _read(capsule)

@@ -39,6 +39,8 @@ def fix(
     tried by the next run.
     """
     try:
+        if force and not apply:
+            raise UserError("--force says what --apply may write: give --apply as well, or leave --force out")
         _, files = _run_with_records(run)
         from castwise._fixing.corrections import corrections, without_line  # loads torch, which takes seconds
 

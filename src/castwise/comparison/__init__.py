@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from castwise.comparison._errors import Errors
     from castwise.comparison._log_probs import LogProbDrift
     from castwise.comparison._precision_drift import compare
-    from castwise.comparison._recorded_log_probs import PrecisionShare, RecordedDrift, TokenDrift, compare_log_probs
+    from castwise.comparison._recorded_log_probs import PrecisionShare, RecordedDrift, compare_log_probs
     from castwise.comparison._token_records import TokenRecord
 else:
     __getattr__, __dir__ = face(
@@ -26,7 +26,6 @@ else:
             "PrecisionShare": "_recorded_log_probs",
             "RecordedDrift": "_recorded_log_probs",
             "Summary": "_drift",
-            "TokenDrift": "_recorded_log_probs",
             "TokenRecord": "_token_records",
             "compare": "_precision_drift",
             "compare_log_probs": "_recorded_log_probs",
@@ -46,7 +45,6 @@ __all__ = [
     "PrecisionShare",
     "RecordedDrift",
     "Summary",
-    "TokenDrift",
     "TokenRecord",
     "compare",
     "compare_log_probs",

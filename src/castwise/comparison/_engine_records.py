@@ -31,11 +31,12 @@ def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> lis
             router. Without them, experts are left out, with a warning.
 
     Raises:
+        TypeError: `outputs` is no list.
         ValueError: The outputs are of another kind, log-probabilities were not requested, or `routers` are not as many
             as the layers.
     """
     records = []
-    for output in outputs:
+    for output in _listed(outputs, "outputs", "what LLM.generate or the server returns"):
         if (choices := _get(output, "choices")) is not None:
             records += [_of_choice(output, choice, routers) for choice in choices]
             continue
@@ -50,7 +51,7 @@ def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> lis
                 raise ValueError("the output has no log-probabilities: sample with SamplingParams(logprobs=0) or more")
             tokens = prompt + generated
             recorded_at = [*recorded, *at_tokens]
-            log_probs = [_by_token(at).get(token) for token, at in zip(tokens, recorded_at, strict=True)]
+            log_probs = _of_each(tokens, recorded_at)
             top = [_by_token(at) if _has_likeliest(at) else {} for at in recorded_at]
             chosen = _of_tokens(of_prompt, _get(completion, "routed_experts"), len(prompt), len(generated))
             records.append(TokenRecord(tokens, log_probs, top, _by_router(chosen, routers, len(tokens))))
@@ -68,7 +69,7 @@ def _of_choice(response: Any, choice: Any, routers: Sequence[str | None]) -> Tok
         )
     values = _get(found, "token_logprobs") or [_get(at, "logprob") for at in _get(found, "content") or ()]
     of_prompt = _get(choice, "prompt_logprobs") or _get(response, "prompt_logprobs") or [None] * len(prompt)
-    known = [_by_token(at).get(token) for token, at in zip(prompt, of_prompt, strict=True)]
+    known = _of_each(prompt, of_prompt)
     tokens, experts = [*prompt, *generated], _get(choice, "routed_experts")
     if isinstance(experts, str):  # up to the last token but one, from any token of the prompt on
         import numpy as np
@@ -78,6 +79,13 @@ def _of_choice(response: Any, choice: Any, routers: Sequence[str | None]) -> Tok
     else:
         chosen = _of_tokens(_get(response, "prompt_routed_experts"), experts, len(prompt), len(generated))
     return TokenRecord(tokens, [*known, *values], (), _by_router(chosen, routers, len(tokens)))
+
+
+def _of_each(tokens: Sequence[int], recorded: Sequence[Any]) -> list[float | None]:
+    """Return the log-probabilities of tokens from vLLM's by token id."""
+    if len(recorded) != len(tokens):
+        raise ValueError(f"log-probabilities must be of each of {len(tokens)} tokens, got {len(recorded)}")
+    return [_by_token(at).get(token) for token, at in zip(tokens, recorded, strict=True)]
 
 
 def _of_tokens(of_prompt: Any, of_completion: Any, prompt: int, generated: int) -> list[Any]:
@@ -106,12 +114,16 @@ def from_sglang(
             router. Without them, experts are left out, with a warning.
 
     Raises:
-        ValueError: Log-probabilities were not requested, those of the prompt are of other tokens, or the recorded
-            experts cannot be those of the tokens and `routers`.
+        TypeError: `responses` is no list.
+        ValueError: Prompts and responses are not as many, log-probabilities were not requested, those of the prompt are
+            of other tokens, or the recorded experts cannot be those of the tokens and `routers`.
     """
-    records = []
-    for response, given in zip(responses, prompts, strict=True):
-        meta, prompt = response.get("meta_info", {}), as_list(given)
+    records, of = [], _listed(responses, "responses", "what /generate or Engine.generate returns")
+    prompts = _listed(prompts, "prompts", "the token ids of each prompt")
+    if len(of) != len(prompts):
+        raise ValueError(f"prompts must have the token ids of each of {len(of)} responses, got {len(prompts)}")
+    for response, given in zip(of, prompts, strict=True):
+        meta, prompt = _get(response, "meta_info") or {}, as_list(given, "a prompt")
         of_output, of_input = meta.get("output_token_logprobs"), meta.get("input_token_logprobs") or []
         if of_output is None:
             raise ValueError("the response has no meta_info.output_token_logprobs: request it with return_logprob=True")
@@ -202,8 +214,8 @@ def from_transformers(
     Raises:
         ValueError: The output has no logits, or their number is not that of the generated tokens.
     """
-    sequences, logits = output.sequences, output.logits
-    if logits is None:
+    sequences, logits = _get(output, "sequences"), _get(output, "logits")
+    if sequences is None or logits is None:
         raise ValueError("the output has no logits: generate with return_dict_in_generate=True, output_logits=True")
     generated = sequences[:, prompt_length:]
     if generated.shape[1] != len(logits):
@@ -220,6 +232,12 @@ def from_transformers(
         last = next((place for place in range(prompt_length, len(tokens)) if tokens[place] in ends), len(tokens))
         records.append(TokenRecord(tokens[: last + 1], [*before, *values][: last + 1]))
     return records
+
+
+def _listed(values: Any, name: str, what: str) -> list[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, (str, Mapping)):
+        raise TypeError(f"{name} must be a list of {what}, got {type(values).__name__}")
+    return list(values)
 
 
 def _get(value: Any, name: str) -> Any:

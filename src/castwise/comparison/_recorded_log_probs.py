@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,23 +33,6 @@ _IGNORED = -100
 _FIRST_POSITIONS = 16  # tokens in the first group of positions; each group is twice as long as the one before
 _SHOWN = 8
 _MORE = 1.5  # what a precision changes, over the difference of records that were made in it; 1 on average
-
-
-@dataclass(frozen=True)
-class TokenDrift:
-    """The difference at all occurrences of one token.
-
-    Args:
-        token: The token id.
-        count: Number of occurrences.
-        mean_difference: Mean of `|log r|`, in nats.
-        largest_difference: Largest `|log r|`, in nats.
-    """
-
-    token: int
-    count: int
-    mean_difference: float
-    largest_difference: float
 
 
 @dataclass(frozen=True)
@@ -101,7 +85,7 @@ class RecordedDrift(Shown):
     summary: LogProbDrift
     sequences: Mapping[int, LogProbDrift]
     positions: Mapping[tuple[int, int], LogProbDrift]
-    tokens: tuple[TokenDrift, ...]
+    tokens: Mapping[int, LogProbDrift]
     best_differs: float | None = None
     experts: Mapping[str, float] = field(default_factory=dict)
     precision: PrecisionShare | None = None
@@ -148,31 +132,26 @@ class RecordedDrift(Shown):
             [("positions", *_HEADER), *((f"{a} .. {b}", *_row(found)) for (a, b), found in self.positions.items())],
             range(1, 20),
         )
-        worst = list(self.sequences.items())[:_SHOWN]
-        yield Table(
-            [("sequence", *_HEADER), *((str(index), *_row(found)) for index, found in worst)], range(20), "by sequence"
-        )
-        rows = [
-            (str(each.token), f"{each.count:,}", f"{each.mean_difference:.3g}", f"{each.largest_difference:.3g}")
-            for each in self.tokens[:_SHOWN]
-        ]
-        yield Table([("token", "count", "mean |log ratio|", "largest"), *rows], range(4), "by token")
+        for name, found_by in (("sequence", self.sequences), ("token", self.tokens)):
+            worst = ((str(key), *_row(found)) for key, found in islice(found_by.items(), _SHOWN))
+            yield Table([(name, *_HEADER), *worst], range(20), f"by {name}")
         if self.best_differs is not None:
             yield f"the likeliest token differs at {percent(self.best_differs)} of positions"
         if self.experts:
             rows_of_experts = [(name, percent(share)) for name, share in self.experts.items()]
             yield Table([("router", "other experts"), *rows_of_experts], {1}, "tokens whose experts differ")
         if self.drift is not None:
-            yield "the sequences with the largest differences, by module:"
+            which = several(self.drift.batches, "sequence")
+            yield f"what the precision of `engine` alone changes, in the {which} with the largest differences:"
             yield from self.drift._blocks()
 
 
-_HEADER = ("tokens", "mean |log ratio|", "largest", "KL k3", "outside band")
+_HEADER = ("tokens", "mean |log ratio|", "largest", "KL k1", "KL k3", "outside band")
 
 
 def _row(found: LogProbDrift) -> tuple[str, ...]:
-    figures = (f"{value:.3g}" for value in (found.mean_difference, found.largest_difference, found.kl_k3))
-    return (f"{found.tokens:,}", *figures, percent(found.outside_band))
+    values = (found.mean_difference, found.largest_difference, found.kl_k1, found.kl_k3)
+    return (f"{found.tokens:,}", *(f"{value:.3g}" for value in values), percent(found.outside_band))
 
 
 def compare_log_probs(
@@ -193,9 +172,9 @@ def compare_log_probs(
     Args:
         model: The model, in evaluation mode. It maps token ids of shape (1, tokens) to logits of shape (1, tokens,
             classes), or to an object or mapping with `logits`, or to a tuple that begins with them.
-        records: A file of JSON lines, or a list of mappings or `TokenRecord` objects, with the fields of `TokenRecord`;
-            or a data frame with a row for each token and the columns `sequence`, `token`, `log_prob`, and optionally
-            `top` and `experts`, which hold a mapping for each token.
+        records: A file of JSON lines, which may be compressed as `.gz`, or a list of mappings or `TokenRecord`
+            objects, with the fields of `TokenRecord`; or a data frame with a row for each token and the columns
+            `sequence`, `token`, `log_prob`, and optionally `top` and `experts`, which hold a mapping for each token.
         policy: The precision of the trainer; None runs the model as it is, in the caller's autocast region.
         engine: The precision of the engine, such as `castwise.policies.bf16`. With it, the model is also run in that
             precision, and compared module by module on the sequences with the largest differences. `compare` then has
@@ -207,9 +186,9 @@ def compare_log_probs(
     Raises:
         OSError: The file cannot be read.
         TypeError: An argument has the wrong type, or the model returns no logits.
-        ValueError: A record is malformed, a token is not a class of the model, a router is not a module of the model or
-            returns other than scores of shape (..., experts), `clip_band` or `worst` is out of range, or the model is
-            in training mode.
+        ValueError: A record is malformed, a token is not a class of the model, an expert is none of its router's, a
+            router is not a module of the model or returns other than scores of shape (..., experts), `clip_band` or
+            `worst` is out of range, or the model is in training mode.
 
     Example:
         >>> import castwise
@@ -241,7 +220,7 @@ def compare_log_probs(
             with trained():
                 log_probs, best = run.log_probs()
             sums.add(index, record, log_probs, best)
-            sums.add_experts(record, chosen)
+            sums.add_experts(index, record, chosen)
             if engine is not None:
                 with inferred():
                     sums.add_precision(run.log_probs()[0] - log_probs)
@@ -292,6 +271,12 @@ class _Run(NamedTuple):
                 f"records[{self.number}]: the model must return logits of shape (1, {inputs.shape[1]}, classes) that "
                 f"have each token as a class (the largest is {max(self.record.tokens)}){classes}"
             )
+        largest = max((token for at in self.record.top for token in at), default=0)
+        if largest >= logits.shape[-1]:
+            raise ValueError(
+                f"records[{self.number}]: top has the token {largest}, which is none of the model's "
+                f"{logits.shape[-1]} classes"
+            )
         return log_probs.cpu(), logits[0].argmax(-1).cpu()
 
 
@@ -303,7 +288,7 @@ class _Sums:
         self._all = LogProbSums(band)
         self._sequences: dict[int, LogProbDrift] = {}
         self._positions: defaultdict[tuple[int, int], LogProbSums] = defaultdict(lambda: LogProbSums(band))
-        self._tokens: defaultdict[int, list[float]] = defaultdict(list)
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # ids, and both log-probabilities
         self._best: Counter[bool] = Counter()
         self._experts: defaultdict[str, Counter[bool]] = defaultdict(Counter)
         self._squares = self._squares_of_precision = 0.0
@@ -333,15 +318,21 @@ class _Sums:
             self._positions[first, last].add(recorded[inside], log_probs[inside])
         differences = log_probs - recorded
         self._squares += float(differences.square().sum())
-        for place, difference in zip(places, differences.abs().tolist(), strict=True):
-            self._tokens[record.tokens[place]].append(difference)
+        self._parts.append((torch.tensor([record.tokens[place] for place in places]), recorded, log_probs))
+        for place in places:
             if record.top and record.top[place]:
                 likeliest = max(record.top[place], key=record.top[place].__getitem__)
                 self._best[likeliest != int(best[place - 1])] += 1
 
-    def add_experts(self, record: TokenRecord, chosen: Mapping[str, torch.Tensor]) -> None:
+    def add_experts(self, index: int, record: TokenRecord, chosen: Mapping[str, torch.Tensor]) -> None:
         """Add the experts of a sequence; `chosen` has the scores of each router, of shape (tokens, experts)."""
         for name, experts in record.experts.items():
+            largest = max((expert for at in experts for expert in at), default=0)
+            if largest >= chosen[name].shape[-1]:
+                raise ValueError(
+                    f"records[{index}]: experts has the expert {largest} of {name!r}, which scores "
+                    f"{chosen[name].shape[-1]} experts"
+                )
             for scores, recorded in zip(chosen[name], experts, strict=False):  # the last token is no input
                 if recorded:
                     same = set(scores.topk(len(recorded)).indices.tolist()) == set(recorded)
@@ -350,6 +341,18 @@ class _Sums:
     def add_precision(self, differences: torch.Tensor) -> None:
         """Add what the engine's precision changes in the log-probabilities of a sequence."""
         self._squares_of_precision += float(differences.square().sum())
+
+    def _by_token(self) -> Iterator[tuple[int, LogProbDrift]]:
+        """Yield the figures of each token."""
+        ids, recorded, log_probs = map(torch.cat, zip(*self._parts, strict=True))
+        order, counts = ids.argsort(), ids.bincount()
+        tokens = counts.nonzero().flatten()
+        groups = (torch.split(values[order], counts[tokens].tolist()) for values in (recorded, log_probs))
+        for token, *both in zip(tokens.tolist(), *groups, strict=True):
+            sums = LogProbSums(self._band)
+            sums.add(*both)
+            if (drift := sums.drift()) is not None:
+                yield token, drift
 
     def precision(self) -> PrecisionShare:
         """Return how much precision explains."""
@@ -365,10 +368,7 @@ class _Sums:
             summary=summary,
             sequences=dict(sorted(self._sequences.items(), key=lambda item: -item[1].mean_difference)),
             positions=positions,
-            tokens=tuple(
-                TokenDrift(token, len(values), sum(values) / len(values), max(values))
-                for token, values in sorted(self._tokens.items(), key=lambda item: -sum(item[1]))
-            ),
+            tokens=dict(sorted(self._by_token(), key=lambda item: -item[1].mean_difference * item[1].tokens)),
             best_differs=_share(self._best) if self._best else None,
             experts={name: _share(counts) for name, counts in self._experts.items()},
         )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, starmap
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +43,8 @@ class TokenRecord:
     experts: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        experts = {name: [as_list(chosen) for chosen in as_list(choices)] for name, choices in self.experts.items()}
-        object.__setattr__(self, "tokens", as_list(self.tokens))
+        experts = {name: _as_experts(choices, f"experts[{name!r}]") for name, choices in self.experts.items()}
+        object.__setattr__(self, "tokens", as_list(self.tokens, "tokens"))
         object.__setattr__(self, "log_probs", _as_log_probs(self.log_probs))
         object.__setattr__(self, "experts", experts)
         lengths = {"log_probs": self.log_probs, **({"top": self.top} if self.top else {}), **self.experts}
@@ -52,6 +55,11 @@ class TokenRecord:
             raise TypeError("tokens must be a list of integer ids")
         if any(token < 0 for token in self.tokens):
             raise ValueError(f"tokens must be ids >= 0, got {min(self.tokens)}")
+        for name, lists in (("top", self.top), *((f"experts[{name!r}]", chosen) for name, chosen in experts.items())):
+            if not all(issubclass(kind, Integral) for kind in set(map(type, chain.from_iterable(lists)))):
+                raise TypeError(f"{name} must have integer ids")
+            if (lowest := min(chain.from_iterable(lists), default=0)) < 0:
+                raise ValueError(f"{name} must have ids >= 0, got {lowest}")
         if not all(value is None or isinstance(value, float) for value in self.log_probs):
             raise TypeError("log_probs must be a list of numbers, with None where nothing was recorded")
         for place, value in enumerate(self.log_probs):
@@ -68,13 +76,19 @@ class TokenRecord:
             )
 
 
-def as_list(values: Any) -> list[Any]:
+def as_list(values: Any, name: str = "what was recorded") -> list[Any]:
     """Return a list, an array or a tensor as a list of Python's own numbers."""
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, got {values!r}")
     return [value.tolist() if hasattr(value, "tolist") else value for value in values]
 
 
+def _as_experts(choices: Any, name: str) -> list[list[int]]:
+    return [[] if chosen is None else as_list(chosen, f"an entry of {name}") for chosen in as_list(choices, name)]
+
+
 def _as_log_probs(values: Any) -> list[Any]:
-    found = [float(value) if isinstance(value, int) else value for value in as_list(values)]
+    found = [float(value) if isinstance(value, int) else value for value in as_list(values, "log_probs")]
     return [None if _is_missing(value) else value for value in found] if hasattr(values, "tolist") else found
 
 
@@ -86,42 +100,51 @@ def read_records(records: Any) -> list[TokenRecord]:
         TypeError, ValueError: A record is not of the documented form; the message names it.
     """
     if isinstance(records, (str, os.PathLike)):
-        rows: Iterable[Any] = _lines(Path(records))
+        rows: Iterable[Any] = starmap(_of_mapping, _lines(Path(records)))
     elif hasattr(records, "groupby") and hasattr(records, "columns"):
         rows = _of_frame(records)
     elif isinstance(records, Iterable) and not isinstance(records, Mapping):
-        rows = records
+        rows = (_of_mapping(f"records[{number}]", row) for number, row in enumerate(records))
     else:
         raise TypeError(
             f"records must be a file of JSON lines, a data frame, or a list of records, got {type(records).__name__}"
         )
-    found = [row if isinstance(row, TokenRecord) else _of_mapping(row, number) for number, row in enumerate(rows)]
+    found = list(rows)
     if not any(value is not None for record in found for value in record.log_probs):
         raise ValueError("records must have at least one log-probability, got none")
     return found
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield where each line of a file is, and what it says."""
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"{path}:{number}", json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
 
 
-def _of_mapping(row: Any, number: int) -> TokenRecord:
+def _of_mapping(where: str, row: Any) -> TokenRecord:
+    if isinstance(row, TokenRecord):
+        return row
     if not isinstance(row, Mapping) or not {"tokens", "log_probs"} <= row.keys():
         raise ValueError(
-            f'records[{number}] must be a mapping with "tokens" and "log_probs" (and optionally "top" and "experts"), '
+            f'{where} must be a mapping with "tokens" and "log_probs" (and optionally "top" and "experts"), '
             f"got {_described(row)}: castwise.comparison.from_vllm, from_sglang and from_transformers convert the "
             "outputs of these libraries"
         )
     try:
-        top = tuple(_top(at) for at in row.get("top") or ())
-        return TokenRecord(row["tokens"], row["log_probs"], top, dict(row.get("experts") or {}))
+        top = tuple(map(_top, as_list(row.get("top") or (), "top")))
+        if not isinstance(experts := row.get("experts") or {}, Mapping):
+            raise TypeError(f"experts must be a mapping by the names of routers, got {type(experts).__name__}")
+        return TokenRecord(row["tokens"], row["log_probs"], top, experts)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"records[{number}]: {error}") from error
+        raise type(error)(f"{where}: {error}") from error
 
 
 def _described(row: Any) -> str:
@@ -130,7 +153,10 @@ def _described(row: Any) -> str:
 
 def _top(value: Any) -> dict[int, float]:
     """Return the likeliest tokens of one position by id; {} for None."""
-    return {int(token): float(log_prob) for token, log_prob in _entries(value).items()}
+    try:
+        return {int(token): float(log_prob) for token, log_prob in _entries(value).items()}
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"an entry of top must map token ids to log-probabilities, got {value!r}") from error
 
 
 def _entries(value: Any) -> dict[Any, Any]:
