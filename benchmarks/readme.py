@@ -52,9 +52,9 @@ def figures(docs: str) -> str:
         f"Python]({docs}integrations/run.md#overhead).",
         f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
         f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
-        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. "
-        f"A training step of a GPT takes {training:.2f} times as long with it, although the step of fused AdamW in it "
-        f"takes {steps:.1f} times as long.",
+        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}.",
+        f"With `MasterWeights`, a training step of a GPT takes {training:.2f} times as long, although the step of "
+        f"fused AdamW in it takes {steps:.1f} times as long.",
         "With `MasterWeights`, losses are bit for bit those of fp32 weights if [gradients are summed in fp32 and no "
         f"code reads a weight or its dtype]({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights).",
     ]

@@ -405,7 +405,7 @@ def test_models_in_training_and_lines_that_are_no_json_are_refused(model: Expert
     with pytest.raises(ValueError, match=r"x\.jsonl:3 must be a mapping .* got list"):
         compare_log_probs(model, tmp_path / "x.jsonl")
     (tmp_path / "x.jsonl").write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(ValueError, match=r"x\.jsonl is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"x\.jsonl is not UTF-8 text"):
         compare_log_probs(model, tmp_path / "x.jsonl")
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         compare_log_probs(model.train(), [RECORD])

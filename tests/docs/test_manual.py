@@ -107,6 +107,8 @@ def test_the_start_page_opens_with_a_run_and_what_readers_get_and_its_figures_co
     opening, *sections = page.split("<h2>")
     places = [opening.index(text) for text in ("terminal.svg", "<p>When a loss turns NaN", "pip install", "<table")]
     assert places == sorted(places)
+    assert opening[places[1] : places[2]].count("<p>") == 1
+    assert re.findall(r"[.:](?=\s|</p>)", opening[places[1] : places[2]].partition("</p>")[0] + "</p>") == [":"]
     rows = re.findall(r"<tr.*?</tr>", opening[places[-1] :], re.DOTALL)[1:]
     assert {re.sub(r"<[^>]+>|\s", "", row.partition("</td>")[0]) for row in rows} >= {"bf16", "fp16", "LoRA", "RL"}
     assert all('<a class="reference' in row.partition("</td>")[2] for row in rows)

@@ -121,6 +121,34 @@ def test_nothing_is_asked_of_the_network_and_nothing_goes_wrong(browser: Browser
     assert browser.logs("browser") == []
 
 
+# Scrolls down, and notes the order in which figures are drawn, and how many tasks had their turn before each.
+ORDER = """
+window.order = [];
+let tasks = 0;
+addEventListener("DOMContentLoaded", () => exponents.scrollIntoView({ behavior: "instant" }));
+setInterval(() => { tasks += 1; }, 0);
+new MutationObserver((changes) => {
+  for (const { target } of changes) {
+    if (!target.matches(".plot.js-plotly-plot") || order.some(([id]) => id === target.id)) continue;
+    order.push([target.id, tasks]);
+  }
+}).observe(document, { subtree: true, attributes: true, attributeFilter: ["class"] });
+"""
+
+
+def test_what_is_on_the_screen_is_drawn_first_and_the_browser_answers_between_figures(
+    browser: Browser, several: Path
+) -> None:
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": ORDER})
+    browser.open(several)
+    browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+    order = browser.run("order")
+    names = [name for name, _ in order]
+    assert names[0] == "histogram-1"
+    assert len({tasks for _, tasks in order}) > len(names) / 2
+    assert len(names) == browser.run("document.querySelectorAll('.plot').length")
+
+
 def test_figures_come_from_a_shared_script_and_the_page_says_if_that_is_missing(
     browser: Browser, troubled: Path, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def from_vllm(outputs: Iterable[Any], routers: Sequence[str | None] = ()) -> lis
             router. Without them, experts are left out, with a warning.
 
     Raises:
-        TypeError: `outputs` is no list.
+        TypeError: `outputs` is not a list.
         ValueError: The outputs are of another kind, log-probabilities were not requested, or `routers` are not as many
             as the layers.
     """
@@ -114,7 +114,7 @@ def from_sglang(
             router. Without them, experts are left out, with a warning.
 
     Raises:
-        TypeError: `responses` is no list.
+        TypeError: `responses` is not a list.
         ValueError: Prompts and responses are not as many, log-probabilities were not requested, those of the prompt are
             of other tokens, or the recorded experts cannot be those of the tokens and `routers`.
     """

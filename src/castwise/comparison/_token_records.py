@@ -126,7 +126,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number} is not JSON: {error}") from error
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+            raise ValueError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _of_mapping(where: str, row: Any) -> TokenRecord:

@@ -12,7 +12,7 @@
     return {
       ...own,
       xaxis: { ...axis, ...own.xaxis },
-      yaxis: { ...axis, ...own.yaxis },
+      yaxis: { ...axis, ticklabeloverflow: "allow", ...own.yaxis }, // there is room for all, and measuring each takes long
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: plot.clientWidth < NARROW ? 12 : 14, color: color("--ink") },

@@ -92,6 +92,7 @@
       if (!/^[xy]axis/.test(key)) continue;
       const fixedrange = key !== "xaxis" || !canZoom(plot);
       Object.assign(axis, { gridcolor: grid, linecolor: grid, tickfont: { color: soft }, automargin: false, fixedrange });
+      if (key !== "xaxis") axis.ticklabeloverflow = "allow"; // there is room for all, and measuring each takes long
       if (narrow && key === "xaxis") axis.nticks = 4;
       if (narrow && key === "xaxis" && axis.tickvals) {
         axis.ticktext = axis.ticktext.filter((_, at) => at % 2 === 0);
@@ -120,14 +121,13 @@
     };
   };
 
-  // A legend of several rows makes the figure taller, not its plots smaller.
-  const LEGEND_ROW = 20;
-  const makeRoom = (plot, layout) => {
+  // A legend of several rows makes the figure taller, not its plots smaller. How tall it is, is known once it is drawn:
+  // a figure with the same names and width gets that height at once, because a second layout takes as long as the first.
+  const LEGEND_ROW = 20, legends = new Map();
+  const withRoom = ({ height, margin }, more) => ({ height: height + more, margin: { ...margin, t: margin.t + more } });
+  const roomOf = (plot) => {
     const legend = plot.querySelector(".legend .bg");
-    const more = legend ? Math.round(legend.getBoundingClientRect().height) - LEGEND_ROW : 0;
-    if (more <= 0) return undefined;
-    plot.style.height = `${layout.height + more}px`;
-    return Plotly.relayout(plot, { height: layout.height + more, "margin.t": layout.margin.t + more });
+    return legend ? Math.max(0, Math.round(legend.getBoundingClientRect().height) - LEGEND_ROW) : 0;
   };
 
   const draw = async (plot) => {
@@ -145,8 +145,13 @@
     const caption = figure.choices && document.getElementById(`${plot.id}-caption`);
     if (caption) caption.innerHTML = "", caption.append(...powers(choice.caption || ""));
     const layout = layoutOf(plot, figure, choice, style);
-    await Plotly.react(plot, data, layout, { displayModeBar: false, responsive: true });
-    await makeRoom(plot, layout);
+    const names = data.map((trace) => String(trace.name).replace(/\d+/g, "")); // their numbers hardly change the width
+    const key = JSON.stringify([plot.clientWidth, names]), expected = legends.get(key) || 0;
+    await Plotly.react(plot, data, { ...layout, ...withRoom(layout, expected) }, { displayModeBar: false, responsive: true });
+    const room = roomOf(plot);
+    legends.set(key, room);
+    plot.style.height = `${layout.height + room}px`;
+    if (room !== expected) await Plotly.relayout(plot, withRoom(layout, room));
   };
 
   const powers = (text) => text.split(/(2\^-?\d[\d.]*\d|2\^-?\d)/).flatMap((part) => {
@@ -188,7 +193,18 @@
 
   const plots = [...document.querySelectorAll(".plot")];
   const redraw = () => Promise.all(plots.map(draw));
-  redraw().then(() => {
+  // When the page opens, what is on the screen comes first, and the browser paints and answers between two figures.
+  const isSeen = (plot) => {
+    const { top, bottom } = plot.getBoundingClientRect();
+    return top < window.innerHeight && bottom > 0;
+  };
+  const drawAll = async () => {
+    for (const left = [...plots]; left.length;) {
+      await draw(...left.splice(Math.max(left.findIndex(isSeen), 0), 1));
+      await new Promise((resolve) => { setTimeout(resolve); });
+    }
+  };
+  drawAll().then(() => {
     plots.filter((plot) => document.querySelector(`[data-for="${plot.id}"]`)).forEach(walk);
     document.documentElement.dataset.drawn = plots.length;
   });
