@@ -78,6 +78,14 @@ def test_a_compiled_model_runs_compiled_beside_the_eager_one_and_module_by_modul
     assert "compiled: its gradients are farther from the reference than those of the eager model" in text
     assert "never called" not in text
     assert drift.as_dict()["policies"]["compiled"]["alone"][0]["name"] == "0"
+    pytest.importorskip("pandas")
+    columns = ["policy", "module", "type", "total"]
+    assert drift.frame()[columns].iloc[0].tolist() == [
+        "compiled",
+        "0",
+        "Linear",
+        compiled.alone[0].compiled.relative_rms,
+    ]
 
 
 def test_what_is_compiled_with_the_default_settings_keeps_them(

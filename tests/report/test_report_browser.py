@@ -221,6 +221,8 @@ def test_no_page_is_wider_than_its_screen_and_runs_stand_side_by_side_on_wide_on
         browser.wait_for(f"{rights} <= {width}")
         assert browser.run("document.documentElement.scrollWidth") <= width
         assert len(browser.run(lefts)) == columns
+    heights = browser.run("[...document.querySelectorAll('.evidence dt')].map(each => each.offsetHeight)")
+    assert max(heights) == min(heights), "names of facts are in one line, also on phones"
 
 
 def test_long_lines_of_code_do_not_widen_the_page(browser: Browser, tmp_path: Path) -> None:

@@ -298,7 +298,8 @@ class Drift(Shown):
     def frame(self) -> pandas.DataFrame:
         """Return a pandas frame with a row for each policy and module.
 
-        Errors are those of `ModuleDrift`, as `relative_rms`. Callables have no rows.
+        Errors are those of `ModuleDrift`, as `relative_rms`. Of a compiled model, there is a row for each module that
+        was compiled by itself, with its type and its total error alone.
 
         Raises:
             ImportError: pandas is not installed; it comes with `castwise[pandas]`.
@@ -313,7 +314,13 @@ class Drift(Shown):
             for policy_drift in self
             for module in policy_drift.modules
         ]
-        return new_frame(("policy", "module", *figures, *errors), rows)
+        columns = ("policy", "module", *figures, *errors)
+        for drift in self:
+            for one in drift.alone:
+                total = _relative_rms(one.compiled)
+                known = {"policy": drift.name, "module": one.name, "type": one.type, "total": total}
+                rows.append([known.get(column) for column in columns])
+        return new_frame(columns, rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result as JSON-serializable lists and dicts, with NaN as None and inf as "inf"."""
