@@ -17,9 +17,10 @@ demo: .venv/.ready
 test: .venv/.ready
 	$(MAKE) --jobs 2 accelerator lint tests
 
+TESTS := not gpu and not text
 # One thread per process, because most tests are too small for more. tests/conftest.py sets the number of processes.
 tests: .venv/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -m "$(TESTS)"
 
 # Before a release: all tests, with whole random sweeps of which `make tests` runs a part (tests/thorough.py).
 thorough: export CASTWISE_THOROUGH := 1
