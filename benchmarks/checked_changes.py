@@ -5,8 +5,9 @@
 
 The programs, and rewrites, losses of precision and bugs of each, are in benchmarks/changes. The table compares
 `castwise check` with two usual tests: final weights, and losses, within a tolerance. Their tolerance is the smallest at
-which no rewrite of that program in that dtype is called wrong, which nobody knows in advance. Writes
-benchmarks/results/checked_changes-cpu.json and the table in benchmarks/README.md. Takes about half an hour.
+which no rewrite of that program in that dtype is called wrong, which nobody knows in advance. A second table has usual
+tests with their own tolerances. Writes benchmarks/results/checked_changes-cpu.json and the tables in
+benchmarks/README.md. Takes about half an hour.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._debug_mode import DebugMode  # a rival, which is private
 
 from benchmarks import recording
 from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
@@ -38,6 +40,13 @@ COLUMNS = {
     "losses_of_precision": "losses of precision found",
     "by_weights": "bugs beyond every rewrite's weights",
     "by_losses": "bugs beyond every rewrite's losses",
+}
+TESTS = {
+    "castwise check": "`castwise check`",
+    "allclose": "`torch.allclose`, final weights",
+    "assert_close": "`torch.testing.assert_close`, final weights",
+    "losses": "losses, within 1e-3 of their size",
+    "hashes": "hashes of all ops, `torch.utils._debug_mode`",
 }
 Run = tuple[dict[str, torch.Tensor], list[float]]
 """What a program computes: its weights by name, and its losses."""
@@ -67,9 +76,10 @@ def write(pair: str, answers: dict[str, Any]) -> None:
     known = json.loads(RESULT.read_text())["programs"] if RESULT.exists() else {}
     programs = {each: answers if each == pair else known[each] for each in EVERY if each == pair or each in known}
     machine = recording.machine() | {"command": "python -m benchmarks.checked_changes"}
+    tests = flagged(programs)
     of_dtype = {dtype: [name for name in programs if name.endswith(f"-{dtype}")] for dtype in DTYPES}
     dtypes = {dtype: summed({name: programs[name] for name in names}) for dtype, names in of_dtype.items()}
-    about = {"machine": machine, "all": summed(programs), "dtypes": dtypes, "programs": programs}
+    about = {"machine": machine, "all": summed(programs), "tests": tests, "dtypes": dtypes, "programs": programs}
     recording.write(RESULT.stem, about, table(about))
 
 
@@ -78,12 +88,16 @@ def checked(pair: str) -> dict[str, Any]:
     program, dtype = pair.split("-")
     source = (FOLDER / f"{program}.py").read_text()
     train = compiled(source, DTYPES[dtype])
-    golden, before = record(train, STEPS), run(train)
+    golden, before, hashes = record(train, STEPS), run(train), hashes_of(train)
     gc.freeze()  # the check looks for models among all objects, of which torch's compiler has 200,000
     kinds = {"same": SAME, "less accurate": LESS_ACCURATE, "wrong": WRONG}
     answers = {}
     for kind, edits in kinds.items():
-        answers[kind] = [answer(changed(source, edit), DTYPES[dtype], golden, before, edit) for edit in edits[program]]
+        answers[kind] = []
+        for edit in edits[program]:
+            changed_train = compiled(changed(source, edit), DTYPES[dtype])
+            tests = {"hashes": differ(hashes, hashes_of(changed_train))}
+            answers[kind].append(answer(changed_train, golden, before, edit) | tests)
         for edit, one in zip(edits[program], answers[kind], strict=True):
             if not is_right(kind, one) or (kind == "wrong" and not one["is_named"]):
                 print(f"{program}, {dtype}, {kind}: {edit.new.strip()!r}: {one['verdict']}", flush=True)
@@ -109,32 +123,64 @@ def compiled(source: str, dtype: torch.dtype) -> Callable[[Any], Any]:
 def run(train: Callable[[Any], Any]) -> Run:
     """Run a program as it is."""
     model, losses = train(lambda name, tensor: None)
-    return {name: param.detach() for name, param in model.named_parameters()}, losses
+    return {unwrapped(name): param.detach() for name, param in model.named_parameters()}, losses
 
 
-def answer(source: str, dtype: torch.dtype, golden: Golden, before: Run, edit: Edit) -> dict[str, Any]:
+def hashes_of(train: Callable[[Any], Any]) -> list[Any]:
+    """Return the hashes of the results of all ops that a program runs."""
+    with DebugMode() as mode, DebugMode.log_tensor_hashes():
+        run(train)
+    return list(mode.logs)
+
+
+def differ(before: list[Any], now: list[Any]) -> bool:
+    """Return True if ops or their hashes differ."""
+    try:
+        return bool(DebugMode.check_hash_mismatches(before, now))
+    except ValueError:  # other ops
+        return True
+
+
+def answer(train: Callable[[Any], Any], golden: Golden, before: Run, edit: Edit) -> dict[str, Any]:
     """Return what the check says of a program, and how far its weights and losses are from those before the change."""
-    train = compiled(source, dtype)
     result: CheckResult = check(train, golden)
     weights, losses = run(train)
+    pairs = pairs_of(before[0], weights)
     return {
         "kind": result.kind,
         "verdict": result.verdict,
         "is_named": edit.place in (result.where or ""),
         "weights": farthest(before[0], weights),
         "losses": farthest({"": torch.tensor(before[1])}, {"": torch.tensor(losses)}),
-        "is_close": [*before[0]] == [*weights] and all(map(torch.allclose, before[0].values(), weights.values())),
+        "allclose": pairs is None or not all(torch.allclose(*pair) for pair in pairs),
+        "assert_close": pairs is None or not all(is_close(*pair) for pair in pairs),
     }
+
+
+def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if `torch.testing.assert_close` passes."""
+    try:
+        torch.testing.assert_close(one, other)
+    except AssertionError:
+        return False
+    return True
 
 
 def farthest(before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of an element, relative to the largest element of its tensor."""
-    if sorted(map(unwrapped, before)) != sorted(map(unwrapped, now)):
-        return sys.float_info.max
-    pairs = [(one, now[name] if name in now else now[f"_orig_mod.{name}"]) for name, one in before.items()]
-    if any(one.shape != other.shape for one, other in pairs):
+    pairs = pairs_of(before, now)
+    if pairs is None:
         return sys.float_info.max
     return max(float((one - other).abs().max() / one.abs().max().clamp(min=1e-12)) for one, other in pairs)
+
+
+def pairs_of(
+    before: dict[str, torch.Tensor], now: dict[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return tensors of the same names; None if they have other names or shapes."""
+    if sorted(before) != sorted(now) or any(one.shape != now[name].shape for name, one in before.items()):
+        return None
+    return [(one, now[name]) for name, one in before.items()]
 
 
 def unwrapped(name: str) -> str:
@@ -154,7 +200,30 @@ def table(about: dict[str, Any]) -> str:
     counts = {pair.replace("-", ", "): counted(answers) for pair, answers in about["programs"].items()}
     for name, of_row in (counts | {"all": about["all"]}).items():
         rows.append(f"| {name} | {' | '.join('{right} of {of}'.format(**of_row[column]) for column in COLUMNS)} |")
+    rows += ["", "| test | bugs that fail it | rewrites that fail it |", "|---|---|---|"]
+    for test, of_test in about.get("tests", {}).items():
+        cells = (f"{of_test[kind]['right']} of {of_test[kind]['of']}" for kind in ("bugs", "rewrites"))
+        rows.append(f"| {TESTS[test]} | {' | '.join(cells)} |")
     return "\n".join([recording.headline(about["machine"]), "", *rows])
+
+
+def flagged(programs: dict[str, Any]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return for each test how many bugs and how many rewrites fail it."""
+    fails: dict[str, Callable[[dict[str, Any]], bool]] = {
+        "castwise check": lambda one: one["kind"] not in ("same", "identical"),
+        "allclose": lambda one: one["allclose"],
+        "assert_close": lambda one: one["assert_close"],
+        "losses": lambda one: one["losses"] > 1e-3,
+        "hashes": lambda one: one["hashes"],
+    }
+    kinds = {
+        name: [one for answers in programs.values() for one in answers[kind] if "hashes" in one]
+        for name, kind in (("bugs", "wrong"), ("rewrites", "same"))
+    }
+    return {
+        test: {name: {"right": sum(map(fail, ones)), "of": len(ones)} for name, ones in kinds.items()}
+        for test, fail in fails.items()
+    }
 
 
 def counted(answers: dict[str, Any]) -> dict[str, dict[str, int]]:

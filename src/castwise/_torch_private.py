@@ -41,6 +41,7 @@ __all__ = [
     "backwards_without_autocast",
     "buffers_in",
     "children_in",
+    "compiled_methods",
     "compiler_of",
     "convert_tensors",
     "counted_version",
@@ -619,8 +620,13 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return (
         wraps_compiled(module)
         or hasattr(getattr(forward, "before", forward), "get_compiler_config")  # a policy may have wrapped it
-        or any(_is_compiled_method(value, module) for value in vars(module).values())  # `module.compile()` keeps one
+        or bool(compiled_methods(module))
     )
+
+
+def compiled_methods(module: torch.nn.Module) -> list[str]:
+    """Return the names of attributes with compiled methods of a module, of which `module.compile()` makes one."""
+    return [name for name, value in vars(module).items() if _is_compiled_method(value, module)]
 
 
 def _is_compiled_method(value: Any, module: torch.nn.Module) -> bool:

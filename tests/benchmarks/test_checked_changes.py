@@ -34,13 +34,19 @@ def test_answers_are_those_of_the_check_and_how_far_weights_and_losses_are() -> 
     source = (checked_changes.FOLDER / "experts.py").read_text()
     train = checked_changes.compiled(source, torch.float32)
     golden, before = record(train, checked_changes.STEPS), checked_changes.run(train)
-    answers = {}
+    hashes, answers = checked_changes.hashes_of(train), {}
     for kind, edits in KINDS.items():
         edit = edits["experts"][0]
-        one = checked_changes.answer(checked_changes.changed(source, edit), torch.float32, golden, before, edit)
+        changed = checked_changes.compiled(checked_changes.changed(source, edit), torch.float32)
+        differ = checked_changes.differ(hashes, checked_changes.hashes_of(changed))
+        one = checked_changes.answer(changed, golden, before, edit) | {"hashes": differ}
         assert checked_changes.is_right(kind, one), one["verdict"]
         answers[kind] = [one]
     assert answers["same"][0]["weights"] < answers["wrong"][0]["weights"]
+    assert not checked_changes.differ(hashes, checked_changes.hashes_of(train))
+    tests = checked_changes.flagged({"experts": answers})
+    assert tests["castwise check"] == {"bugs": {"right": 1, "of": 1}, "rewrites": {"right": 0, "of": 1}}
+    assert tests["hashes"] == {"bugs": {"right": 1, "of": 1}, "rewrites": {"right": 1, "of": 1}}
     counts = checked_changes.counted(answers)
     assert counts == {column: {"right": 1, "of": 1} for column in checked_changes.COLUMNS}
     bits = {"less accurate": [{**answers["less accurate"][0], "kind": "identical"}]}
@@ -52,7 +58,8 @@ def test_answers_are_those_of_the_check_and_how_far_weights_and_losses_are() -> 
 
 
 def test_a_record_grows_by_one_program_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = {"kind": "identical", "weights": 0.0, "losses": 0.0, "is_named": False}
+    tests = dict.fromkeys(("allclose", "assert_close", "hashes"), False)
+    one = {"kind": "identical", "weights": 0.0, "losses": 0.0, "is_named": False, **tests}
     answers = {kind: [one] for kind in KINDS}
     (tmp_path / "results").mkdir()
     (tmp_path / "README.md").write_text("<!-- changes begins -->\n<!-- changes ends -->\n")

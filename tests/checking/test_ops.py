@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.checking.programs import program
 from torch import nn
 from torch.utils.data import DataLoader
 
-from castwise.checking import OpDifferences, check, compare_ops, record
+from castwise.checking import OpDifferences, _ops, check, compare_ops, record
 from castwise.checking._measuring import Plan, measure
 from castwise.checking._ops import OpCall, Where, differences
 
@@ -55,7 +56,7 @@ def test_one_more_rounding_to_bfloat16_is_named_though_no_value_tells_it() -> No
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                out = model(torch.randn(8, 8)).float().to(cast).softmax(-1)
+                out = model(torch.randn(32, 8)).float().to(cast).softmax(-1)
             optimizer.zero_grad()
             out.float().square().sum().backward()
             optimizer.step()
@@ -130,6 +131,26 @@ def test_how_tensors_come_from_the_workers_of_a_data_loader_is_no_op() -> None:
 
 def call(name: str, *, inputs: str = "float32", results: str = "float32", digest: str = "", **settings: str) -> OpCall:
     return OpCall(name, "(2,)", (inputs,), (results,), tuple(settings.items()), "forward", Where("", "x.py:1"), digest)
+
+
+def test_ops_are_aligned_in_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs in a module of thousands of ops would otherwise take quadratic time."""
+    before = [call(f"op{number}") for number in range(60)]
+    now = [each for number, each in enumerate(before) if number % 10 != 5]
+    found = differences(before, now).differences
+    assert found[0].changes == tuple(f"gone: op{number} float32" for number in range(5, 60, 10))
+    lengths: list[int] = []
+
+    class Matcher(difflib.SequenceMatcher[Any]):
+        def __init__(self, junk: None, a: list[Any], b: list[Any], *, autojunk: bool) -> None:
+            lengths.append(max(len(a), len(b)))
+            super().__init__(junk, a, b, autojunk=autojunk)
+
+    monkeypatch.setattr(difflib, "SequenceMatcher", Matcher)
+    monkeypatch.setattr(_ops, "_WINDOW", 12)
+    assert differences(before, now).differences == found
+    assert differences(before, before[::-1]).now == 60
+    assert max(lengths) == 12
 
 
 @pytest.mark.parametrize(

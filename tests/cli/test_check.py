@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from castwise._cli import app
+from castwise._cli import app, run_command
 
 SCRIPT = """
 import sys
@@ -104,12 +105,39 @@ def test_accept_prints_what_changed_and_records_it(words: tuple[str, ...], tmp_p
     assert castwise(words[0], "--against", str(golden), "--", "1e-4")[0] == 0
 
 
+def test_a_run_is_preceded_by_a_check_or_by_a_recording(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(run_command.subprocess, "run", lambda words, stdout: started.append(words))
+    for name in ("golden.cwcheck", "new.cwcheck"):
+        words = ["run", "--check", str(recorded / name), str(recorded / "train.py"), "1e-4"]
+        assert CliRunner().invoke(app, words).exit_code == 0
+    run_command.chosen.clear()
+    first, second = started
+    assert first[:4] == [sys.executable, "-m", "castwise", "check"]
+    code, out, _ = castwise(*first[4:])
+    assert (code, out.partition("\n")[0]) == (1, "different function: 1, forward, step 1")
+    assert second[4:] == ["record", words[3], "--out", words[2], "--", "1e-4"]
+    refused = {"--weight-cache": "leave out --policy, --schedule and --weight-cache", "--guard": "starts the ranks"}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for option, said in refused.items():
+        found = CliRunner().invoke(app, ["run", option, *words[1:]])
+        assert (found.exit_code, len(started)) == (2, 2)
+        assert said in found.stderr
+
+
 def test_ops_are_compared_with_those_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder, other in (("here", "relu"), ("there", "exp")):
         (tmp_path / folder / "runs").mkdir(parents=True)
         (tmp_path / folder / "runs" / "train.py").write_text("import torch, part\n" + SCRIPT.replace(".square", ".abs"))
-        (tmp_path / folder / "runs" / "part.py").write_text(f"import torch\ntorch.Tensor.abs = torch.Tensor.{other}\n")
+        part = f"import torch, rest\ntorch.Tensor.abs = getattr(torch.Tensor, {other[:2]!r} + rest.NAME)\n"
+        (tmp_path / folder / "runs" / "part.py").write_text(part)
+        (tmp_path / folder / "lib").mkdir()
+        (tmp_path / folder / "lib" / "rest.py").write_text(f"NAME = {other[2:]!r}\n")
     monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "here" / "lib")])  # as Python does
     words = ("runs/train.py", "--ops", "../there", "--steps", "1")
     code, out, err = castwise(*words)
     assert (code, err) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -123,7 +124,20 @@ class Command:
 
     def _run(self, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "castwise", "check", *words, "--", *self.arguments]
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        paths = (moved(path, folder) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path)
+        named = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        return subprocess.run(command, cwd=folder, env=named, capture_output=True, text=True)
+
+
+def moved(path: str, folder: Path) -> str:
+    """Return the folder of another checkout that corresponds to one of this checkout; this one, if there is none.
+
+    Args:
+        path: An entry of PYTHONPATH.
+        folder: What corresponds to the current folder.
+    """
+    other = Path(folder, os.path.relpath(path))
+    return os.path.abspath(other if other.is_dir() else path)
 
 
 def subject(commit: str) -> str:

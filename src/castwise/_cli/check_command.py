@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from castwise._cli.bisection import moved
 from castwise._cli.program import LAUNCHERS, LAUNCHING_MODULES, Program
 from castwise._user_error import UserError
 
@@ -36,6 +38,8 @@ class ScriptRun:
 
     def __call__(self) -> None:
         """Run it, in its folder."""
+        named = {os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path}
+        sys.path[:] = [moved(path, self.folder) if path in named else path for path in sys.path]
         os.chdir(self.folder)
         gc.freeze()  # the script's models are looked for among all objects but those that castwise and torch made
         self.program().execute()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -97,6 +100,15 @@ def run(
             help="Largest number of capsules of faults in the run's folder: weights and batch, for castwise diagnose.",
         ),
     ] = 3,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            "--check",
+            metavar="FILE",
+            help="Before the run, compare its first steps with a golden file, or record it if there is none, as "
+            "`castwise check` does. [default: neither]",
+        ),
+    ] = None,
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
@@ -139,6 +151,12 @@ def run(
             check_policy(policy)
         if schedule is not None and schedule.isidentifier():
             check_schedule_name(schedule, schedule)
+        if check is not None:
+            if policy is not None or schedule is not None or weight_cache:
+                raise UserError("--check runs the script as it is; leave out --policy, --schedule and --weight-cache")
+            if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+                raise UserError("--check starts the ranks itself: castwise check record --ranks N SCRIPT")
+            _check_first_steps(program, check)
         if policy is None and schedule is None and not as_json and program.cannot_import_torch():
             from castwise._cli.script_without_torch import run_without_torch
 
@@ -157,6 +175,13 @@ def run(
     diagnoses = DIAGNOSES[on_nonfinite]
     watching = Watching(out, every, diagnoses, guard, exemptions, spikes, snapshots, capsules, shared_script)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
+
+
+def _check_first_steps(program: Program, golden: Path) -> None:
+    """Compare a script with a golden file, or record it; in another process, as this one is to run it unchanged."""
+    script = [*(["--module"] if program.is_module else []), program.name]
+    words = [*script, "--against", str(golden)] if golden.exists() else ["record", *script, "--out", str(golden)]
+    subprocess.run([sys.executable, "-m", "castwise", "check", *words, "--", *program.arguments], stdout=sys.stderr)
 
 
 def _exemptions(options: Iterable[str]) -> dict[str, list[str]]:

@@ -40,11 +40,11 @@ class _Runs:
         self._train, self._steps, self._apart, self._ranks = train, steps, apart or ranks > 1, ranks
         self._progress, self._done, self._total = progress, 0, total
 
-    def run(self, way: Way, seed: int = 0, train: Train | None = None) -> Measurement:
+    def run(self, way: Way, seed: int = 0, train: Train | None = None, steps: int | None = None) -> Measurement:
         if self._progress is not None:
             self._progress(f"run {self._done + 1} ({way})", self._done, max(self._total, self._done + 1))
         self._done += 1
-        plan = Plan(way, self._steps, seed, self._ranks)
+        plan = Plan(way, steps or self._steps, seed, self._ranks)
         return (measure_apart if self._apart else measure)(train or self._train, plan)
 
 
@@ -247,7 +247,8 @@ def _judged(
     if plain.skipped or golden.skipped:
         text = "cannot tell: the same function, but a gradient scaler skipped steps, so accuracy cannot be compared; "
         return CheckResult("cannot tell", text + "lower its initial scale", notes=notes, **facts)
-    return _accuracy(runs, golden, judging.errors(plain.probes, exact.probes), names, notes, facts)
+    ways: list[Way] = ["local", "compiled"] if plain.is_compiled else ["local"]
+    return _accuracy(runs, golden, judging.errors(plain.probes, exact.probes), ways, names, notes, facts)
 
 
 def _different(
@@ -277,6 +278,7 @@ def _accuracy(
     runs: _Runs,
     golden: Golden,
     own: dict[Any, float],
+    ways: list[Way],
     names: dict[str, str],
     notes: tuple[str, ...],
     facts: dict[str, Any],
@@ -284,10 +286,10 @@ def _accuracy(
     own = {key: error for key, error in own.items() if key.kind in DECIDING}
     named = {key._replace(name=names.get(key.name, key.name)): error for key, error in own.items()}
     worst = judging.accuracy(golden, named)
-    module = judging.accuracy_of_modules(golden, runs.run("local").local)
-    for found in (module, worst):
+    of_modules = [judging.accuracy_of_modules(golden, runs.run(way, steps=1).local) for way in ways]
+    for found in (*of_modules, worst):
         if found is not None and not found.ratio <= found.allowed:
-            where = found.value if found is module else judging.owner_of(found.value, golden.local)
+            where = judging.owner_of(found.value, golden.local) if found is worst else found.value
             text = f"same function, less accurate: {where}, {found.ratio:.3g} x"
             return CheckResult("less accurate", text, where, accuracy=found, notes=notes, **facts)
     if worst is None:

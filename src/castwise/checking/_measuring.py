@@ -20,18 +20,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from castwise._torch_private import is_compiler_loaded
 from castwise._version import __version__
 from castwise.checking._ops import OpLog
 from castwise.checking._promotion import exact_arithmetic
-from castwise.checking._recorder import Measurement, Recorder
+from castwise.checking._recorder import Measurement, Recorder, without_compiler
 from castwise.checking._rounding import RandomRounding
 
 Train = Callable[..., Any]
-Way = Literal["plain", "local", "rounded", "exact", "exact-rounded", "ops"]
-"""How a program runs: as it is; with each module again in float64; also with random rounding; in float64; in float64
-with random rounding; with a log of its ops."""
+Way = Literal["plain", "local", "compiled", "rounded", "exact", "exact-rounded", "ops"]
+"""How a program runs: as it is; with each module again in float64; so, but with compiled code as it is; with random
+rounding; in float64; in float64 with random rounding; with a log of its ops."""
 
+RERUNS = 2
+"""Runs with random rounding in which modules run again in float64, too."""
 PATIENCE_S = 10  # for ranks that are ended because another has failed
 
 
@@ -85,13 +86,15 @@ def measure(train: Train, plan: Plan) -> Measurement:
         plan.steps,
         ends_late=takes_probe,
         watches_modules=is_exact,
-        reruns=plan.way in ("local", "rounded"),
+        reruns=plan.way in ("local", "compiled") or (plan.way == "rounded" and plan.seed <= RERUNS),
+        compiles=plan.way == "compiled",
+        hashes=plan.way in ("plain", "local"),
         after_step=None if rounding is None else move,
     )
     log = OpLog(recorder.names) if plan.way == "ops" else None
     with ExitStack() as stack:
         stack.enter_context(_seeded())
-        stack.enter_context(nullcontext() if plan.way == "plain" else _without_compiler())
+        stack.enter_context(nullcontext() if plan.way in ("plain", "compiled") else without_compiler())
         stack.enter_context(recorder.watching())
         if is_exact:
             stack.enter_context(exact_arithmetic())
@@ -130,21 +133,6 @@ def _takes_probe(train: Train) -> bool:
     except (TypeError, ValueError):
         return False
     return any(x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD) for x in parameters)
-
-
-@contextmanager
-def _without_compiler() -> Iterator[None]:
-    """Run compiled code eagerly: neither modules nor ops of compiled code can be watched."""
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for a compiler that the program loads
-    try:
-        with torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext():
-            yield
-    finally:
-        if before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-        else:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 @contextmanager

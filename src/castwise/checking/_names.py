@@ -63,7 +63,7 @@ class Names:
         for module in modules:
             if id(module) not in children and is_wanted(module):
                 self.is_compiled |= any(map(is_compiled, module.modules()))
-                self._adopt(_unwrapped(module))
+                self._adopt(unwrapped(module))
 
     def _adopt(self, model: nn.Module) -> None:
         if model in self._modules:
@@ -89,7 +89,8 @@ class Names:
                 yield (f"{prefix}." if prefix else "") + _plain(name), buffer
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return a model without what wraps it for ranks or compiles it."""
     while type(model).__name__ in _WRAPPERS:
         inner = next(model.children(), None)
         if inner is None:

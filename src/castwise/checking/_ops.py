@@ -37,6 +37,7 @@ from castwise.tracing._op_by_op import call_op
 
 LINES, _CHANGES = 20, 4
 """Differences that are printed, and changes of each."""
+_WINDOW = 500  # ops that are aligned at once, in quadratic time
 # Ops that compute no values, besides views. Names begin with one of these after "aten." and underscores.
 _SKIPPED = (
     *("detach", "alias", "unsafe_view", "reshape_alias", "lift_fresh", "empty", "new_empty", "local_scalar"),
@@ -310,16 +311,24 @@ def _changed(old: list[OpCall], new: list[OpCall]) -> Iterator[tuple[bool, range
 
 def _aligned(old: list[Any], new: list[Any]) -> Iterator[tuple[bool, range, range]]:
     """Yield ranges of two lists that are equal, or that are not."""
-    start = end = 0  # most is the same at the beginning and the end, and the matcher takes quadratic time
+    start = end = 0  # most is the same at the beginning and the end
     shorter = min(len(old), len(new))
     while start < shorter and old[start] == new[start]:
         start += 1
     while end < shorter - start and old[-1 - end] == new[-1 - end]:
         end += 1
-    middle = difflib.SequenceMatcher(None, old[start : len(old) - end], new[start : len(new) - end], autojunk=False)
     yield True, range(start), range(start)
-    for tag, a, b, c, d in middle.get_opcodes():
-        yield tag == "equal", range(a + start, b + start), range(c + start, d + start)
+    i = j = start
+    while i < len(old) - end or j < len(new) - end:
+        before, now = (values[at : min(at + _WINDOW, len(values) - end)] for values, at in ((old, i), (new, j)))
+        codes = difflib.SequenceMatcher(None, before, now, autojunk=False).get_opcodes()
+        last, a, b, c, d = codes[-1]
+        goes_on = max(len(old) - i, len(new) - j) - end > _WINDOW
+        if goes_on and len(codes) > 1 and last != "equal" and max(b - a, d - c) < _WINDOW // 2:
+            codes.pop()  # what has no equal in this window may have one in the next, which begins with it
+        for tag, a, b, c, d in codes:
+            yield tag == "equal", range(a + i, b + i), range(c + j, d + j)
+        i, j = i + codes[-1][2], j + codes[-1][4]
     yield True, range(len(old) - end, len(old)), range(len(new) - end, len(new))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +20,19 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._live_objects import instances_of
-from castwise._torch_private import buffers_in, is_backward_running, tree_leaves, tree_map, without_dispatch_modes
+from castwise._torch_private import (
+    buffers_in,
+    compiled_methods,
+    counted_version,
+    is_backward_running,
+    is_compiler_loaded,
+    tree_leaves,
+    tree_map,
+    without_dispatch_modes,
+    wraps_compiled,
+)
 from castwise.amp import GradScaler, autocast
-from castwise.checking._names import Names
+from castwise.checking._names import Names, unwrapped
 from castwise.checking._ops import OpCall
 from castwise.checking._promotion import exact_arithmetic, widen
 from castwise.checking._sketches import Sketch, digest_of, sketch_of
@@ -29,6 +40,7 @@ from castwise.checking._sketches import Sketch, digest_of, sketch_of
 Kind = Literal["param", "in", "forward", "backward", "arrived", "loss", "gradient", "update", "buffer", "value"]
 DECIDING = ("param", "loss", "gradient", "update", "buffer", "value")
 """Kinds that do not depend on how the program is divided into modules. All others only name what differs."""
+_OF_MODULES = ("in", "forward", "backward")  # one module's output is often another one's input
 _IMPLEMENTATION = {"params", "foreach", "fused", "capturable", "differentiable", "param_names"}
 
 
@@ -93,6 +105,8 @@ class Recorder:
         ends_late: Whether the program runs on after its last step, until its next backward.
         watches_modules: Whether to sketch inputs, outputs and gradients of modules.
         reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
+        compiles: Whether compiled code runs as it is: of it, only what was compiled can be watched.
+        hashes: Whether to hash gradients, weights and buffers after each step.
         after_step: Called with the weights after each step.
     """
 
@@ -103,11 +117,14 @@ class Recorder:
         ends_late: bool = False,
         watches_modules: bool = False,
         reruns: bool = False,
+        compiles: bool = False,
+        hashes: bool = True,
         after_step: Callable[[list[torch.Tensor]], None] | None = None,
     ) -> None:
         self.measurement = Measurement()
         self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
         self._watches_modules, self._reruns = watches_modules, reruns
+        self._compiles, self._hashes = compiles, hashes
         self.names = Names()
         self._places: dict[ProbeKey, float] = {}
         self._place = itertools.count()
@@ -119,6 +136,7 @@ class Recorder:
         self._nested = 0
         self._scale = 1.0
         self._values: list[torch.Tensor] = []
+        self._sketches: Any = WeakTensorKeyDictionary()  # of tensors of modules, with the tensors' versions
         self._is_off = False
         self._watched: Any = WeakTensorKeyDictionary()  # parameters, with the hooks on their gradients
 
@@ -156,6 +174,8 @@ class Recorder:
                 undo.callback(handle.remove)
             undo.callback(self._unwatch_gradients)
             undo.enter_context(_replaced(torch.autograd, "backward", self._backward))
+            if self._compiles:
+                undo.enter_context(_replaced(nn.Module, "compile", self._compiling))
             for scaler in (torch.amp.GradScaler, GradScaler):
                 undo.enter_context(_replaced(scaler, "scale", self._scaling))
                 undo.enter_context(_replaced(scaler, "step", self._scaler_step))
@@ -183,10 +203,19 @@ class Recorder:
         self.measurement.skipped += sum(self._counts.values()) == before
         return result
 
+    def _sees(self, module: nn.Module) -> bool:
+        """Return True unless a call is within compiled code, in a backward, or of what only wraps another module."""
+        if torch.compiler.is_compiling() or self._is_off or is_backward_running() or not torch.is_grad_enabled():
+            return False
+        return self._compiles or not wraps_compiled(module)
+
+    def _name(self, module: nn.Module) -> str:
+        return self.names.module(unwrapped(module) if self._compiles else module)
+
     def _calling(self, module: nn.Module, args: Any) -> None:
-        if self._is_off or is_backward_running() or not torch.is_grad_enabled():
+        if not self._sees(module):
             return
-        name = self.names.module(module)
+        name = self._name(module)
         call, place = self._next_call("forward", name), next(self._place)
         caller = self._stack[-1][0] if self._stack else None
         state = torch.get_rng_state() if self._wants_rerun(module, call) else None
@@ -194,6 +223,18 @@ class Recorder:
             self._watch_gradients(module)
         self._stack.append((name, call, place, (caller, state)))
         self._put_inputs(name, call, place, caller, args, 0)
+
+    def _compiling(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Watch calls of a module that is compiled in place, whose hooks become part of the compiled code."""
+        original(module, *args, **kwargs)
+        for name in compiled_methods(module):
+            vars(module)[name] = functools.partial(self._call_compiled, module, vars(module)[name])
+
+    def _call_compiled(self, module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._calling(module, args)
+        output = compiled(*args, **kwargs)
+        self._called(module, args, kwargs, output)
+        return output
 
     def _put_inputs(self, name: str, call: int, place: float, caller: str | None, args: Any, first: int) -> None:
         tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
@@ -203,9 +244,9 @@ class Recorder:
                 self.measurement.callers[key] = caller
 
     def _called(self, module: nn.Module, args: Any, *rest: Any) -> None:
-        if self._is_off or is_backward_running() or not torch.is_grad_enabled() or not self._stack:
+        if not self._sees(module):
             return
-        name = self.names.module(module)
+        name = self._name(module)
         while self._stack and self._stack[-1][0] != name:  # calls that raised
             self._stack.pop()
         if not self._stack:
@@ -301,7 +342,8 @@ class Recorder:
             buffers = list(self.names.buffers())
             for name, buffer in buffers:
                 self._store(ProbeKey(self._counts[id(optimizer)], "buffer", name), buffer)
-            self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
+            if self._hashes:
+                self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
         self._values.clear()
         self._counts[id(optimizer)] += 1
         if self._counts[id(optimizer)] > self.measurement.steps:
@@ -316,7 +358,7 @@ class Recorder:
         return bool(counts) and min(counts) >= self._steps
 
     def _finish(self) -> None:
-        if self._values:
+        if self._values and self._hashes:
             self.measurement.digests.append(digest_of(self._values))
         self.measurement.is_compiled = self.names.is_compiled
         probes = self.measurement.probes
@@ -359,8 +401,16 @@ class Recorder:
     def _store(self, key: ProbeKey, tensor: torch.Tensor, place: float | None = None, scale: float = 1.0) -> bool:
         if key.step >= self._steps and key.kind != "value":
             return False
-        with torch.no_grad(), without_dispatch_modes():
-            sketch = sketch_of(tensor if scale == 1.0 else tensor.double() / scale)
+        is_of_module = key.kind in _OF_MODULES and not tensor.is_inference()
+        version = counted_version(tensor) if is_of_module else 0
+        known = self._sketches.get(tensor) if is_of_module else None
+        if known is not None and known[:2] == (version, scale):
+            sketch: Sketch = known[2]
+        else:
+            with torch.no_grad(), without_dispatch_modes():
+                sketch = sketch_of(tensor if scale == 1.0 else tensor.double() / scale)
+            if is_of_module:
+                self._sketches[tensor] = version, scale, sketch
         self.measurement.probes[key] = sketch
         self._places[key] = next(self._place) if place is None else place
         return True
@@ -379,7 +429,7 @@ class Recorder:
         try:
             for table, before in buffers:
                 table.update({each: None if buffer is None else buffer.clone() for each, buffer in before.items()})
-            with torch.no_grad(), without_dispatch_modes(), _no_autocast():
+            with torch.no_grad(), without_dispatch_modes(), _no_autocast(), without_compiler():
                 torch.set_rng_state(state)
                 args, kwargs = tree_map(_detached, (args, kwargs))
                 with exact_arithmetic():
@@ -413,6 +463,21 @@ def _error(output: Any, exact: Any) -> float:
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Run compiled code eagerly: neither modules nor ops of compiled code can be watched."""
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for a compiler that the program loads
+    try:
+        with torch.compiler.set_stance("force_eager") if is_compiler_loaded() else nullcontext():
+            yield
+    finally:
+        if before is None:
+            del os.environ["TORCHDYNAMO_DISABLE"]
+        else:
+            os.environ["TORCHDYNAMO_DISABLE"] = before
 
 
 @contextmanager

@@ -15,7 +15,7 @@ BUCKETS = 128
 """Signed sums while a sketch is computed."""
 KEPT = 8
 """Signed sums that are kept."""
-_CHUNK = 2**20
+_CHUNK = 2**16  # with their signs, these fit into the cache of a CPU
 
 
 class Sketch(NamedTuple):
@@ -49,19 +49,20 @@ def sketch_of(tensor: torch.Tensor) -> Sketch:
     """Return the sketch of a tensor of any dtype and layout, without a copy of all of it in float64."""
     flat = _flat(tensor)
     signs = _signs(flat.device)
-    buckets, total, squares = signs.new_zeros(BUCKETS), signs.new_zeros(()), signs.new_zeros(())
+    parts = []
     for number, start in enumerate(range(0, flat.numel(), _CHUNK)):
         values = flat[start : start + _CHUNK].to(signs.dtype)
-        total += values.sum()
-        squares += values.dot(values)
         signed = values * signs[: values.numel()]
         even = values.numel() - values.numel() % BUCKETS
-        part = signed[:even].view(-1, BUCKETS).sum(0)
-        part[: values.numel() - even] += signed[even:]
-        # Chunks share their signs, so each is rotated by its number.
-        buckets += part.roll(number) * (-1 if (number * 2654435761 >> 16) & 1 else 1)
-    kept = buckets.view(KEPT, -1).sum(1)
-    *sums, square, of_all = torch.cat([kept, squares.view(1), total.view(1)]).tolist()
+        buckets = signed[:even].view(-1, BUCKETS).sum(0)
+        if even < values.numel():
+            buckets[: values.numel() - even] += signed[even:]
+        if number:  # chunks share their signs, so each is rotated by its number
+            buckets = buckets.roll(number) * (-1 if (number * 2654435761 >> 16) & 1 else 1)
+        parts.append(torch.cat([buckets.view(KEPT, -1).sum(1), values.dot(values).view(1), values.sum().view(1)]))
+    if not parts:
+        return Sketch((0.0,) * KEPT, 0.0, 0.0)
+    *sums, square, of_all = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)).tolist()
     return Sketch(tuple(sums), math.sqrt(square) if square >= 0 else math.nan, of_all)
 
 
