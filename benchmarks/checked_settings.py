@@ -1,6 +1,7 @@
 """Check unchanged programs under other settings than those of the recording: what does `castwise check` say?
 
-    python -m benchmarks.checked_settings
+    python -m benchmarks.checked_settings                     # writes all rows but those of other versions of torch
+    python -m benchmarks.checked_settings OTHER/bin/python    # and a row for the torch of another environment
 
 The programs are three of benchmarks/changes, of which the GPT has dropout and the UNet draws noise, and one with a
 `DataLoader`, whose two workers draw random numbers. Writes benchmarks/results/checked_settings-cpu.json and the table
@@ -10,11 +11,17 @@ in benchmarks/README.md. Takes about five minutes.
 from __future__ import annotations
 
 import functools
+import json
+import os
 import random
 import re
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +30,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import recording
 from benchmarks.checked_changes import FOLDER, STEPS, compiled
-from castwise.checking import check, record
+from castwise.checking import Golden, check, record
 from castwise.diagnosis._capsule import threads
 
 PROGRAMS = ("gpt", "cnn", "unet", "loader")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROOT = Path(__file__).parents[1]
 Train = Callable[[Any], Any]
 
 
@@ -94,8 +102,33 @@ def main() -> None:
                     verdict = check(train(program, dtype, **options), golden).verdict
                 rows[setting][f"{program}, {dtype}"] = verdict
                 print(setting, program, dtype, verdict, flush=True)
+    for python in sys.argv[1:]:
+        rows.update(in_environment(python, goldens))
     about = {"machine": recording.machine(), "settings": rows}
     recording.write("checked_settings-cpu", about, table(about))
+
+
+def in_environment(python: str, goldens: dict[tuple[str, str], Golden]) -> dict[str, dict[str, str]]:
+    """Return the row of another environment, which needs torch, NumPy and typer."""
+    with tempfile.TemporaryDirectory() as folder:
+        for (program, dtype), golden in goldens.items():
+            golden.save(Path(folder, f"{program}-{dtype}"))
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+        code = f"from benchmarks.checked_settings import print_verdicts; print_verdicts({folder!r})"
+        done = subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    row: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return row
+
+
+def print_verdicts(folder: str) -> None:
+    """Print the verdicts on the programs against golden files of another environment, as JSON."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    verdicts = {}
+    for path in sorted(Path(folder).iterdir()):
+        program, dtype = path.name.split("-")
+        verdicts[f"{program}, {dtype}"] = check(train(program, dtype), path).verdict
+    print(json.dumps({f"torch {torch.__version__.partition('+')[0]}": verdicts}))
 
 
 def train(program: str, dtype: str, **options: Any) -> Train:
