@@ -102,9 +102,11 @@ def main() -> None:
                     verdict = check(train(program, dtype, **options), golden).verdict
                 rows[setting][f"{program}, {dtype}"] = verdict
                 print(setting, program, dtype, verdict, flush=True)
+    machine = recording.machine()
     for python in sys.argv[1:]:
         rows.update(in_environment(python, goldens))
-    about = {"machine": recording.machine(), "settings": rows}
+        machine["command"] = machine["command"].replace(python, "OTHER/bin/python")
+    about = {"machine": machine, "settings": rows}
     recording.write("checked_settings-cpu", about, table(about))
 
 

@@ -109,7 +109,12 @@ def test_a_run_is_preceded_by_a_check_or_by_a_recording(
     recorded: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(run_command.subprocess, "run", lambda words, stdout: started.append(words))
+
+    def run(command: list[str], *, stdin: int, stdout: object) -> None:
+        assert stdin == run_command.subprocess.DEVNULL  # the run reads it
+        started.append(command)
+
+    monkeypatch.setattr(run_command.subprocess, "run", run)
     for name in ("golden.cwcheck", "new.cwcheck"):
         words = ["run", "--check", str(recorded / name), str(recorded / "train.py"), "1e-4"]
         assert CliRunner().invoke(app, words).exit_code == 0

@@ -178,10 +178,14 @@ def run(
 
 
 def _check_first_steps(program: Program, golden: Path) -> None:
-    """Compare a script with a golden file, or record it; in another process, as this one is to run it unchanged."""
+    """Compare a script with a golden file, or record it; in another process, as this one is to run it unchanged.
+
+    Standard input is left to the run.
+    """
     script = [*(["--module"] if program.is_module else []), program.name]
-    words = [*script, "--against", str(golden)] if golden.exists() else ["record", *script, "--out", str(golden)]
-    subprocess.run([sys.executable, "-m", "castwise", "check", *words, "--", *program.arguments], stdout=sys.stderr)
+    words = [*script, "--against", str(golden)] if os.path.exists(golden) else ["record", *script, "--out", str(golden)]
+    command = [sys.executable, "-m", "castwise", "check", *words, "--", *program.arguments]
+    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 def _exemptions(options: Iterable[str]) -> dict[str, list[str]]:
