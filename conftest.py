@@ -342,6 +342,9 @@ def _begin(namespace: dict[str, Any]) -> None:
     outside.callback(os.chdir, os.getcwd())
     os.chdir(folder)
     torch.manual_seed(0)
+    if accelerate := sys.modules.get("accelerate.state"):
+        # Accelerate keeps its precision in the process, and refuses another one: a page starts as a new process does.
+        accelerate.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _end(namespace: dict[str, Any]) -> None:
