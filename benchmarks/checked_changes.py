@@ -12,6 +12,7 @@ benchmarks/README.md. Takes about half an hour.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import multiprocessing
@@ -28,10 +29,11 @@ from benchmarks import recording
 from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
 from castwise.checking import CheckResult, Golden, check, record
 
+Kinds = dict[str, dict[str, list[Edit]]]
+KINDS: Kinds = {"same": SAME, "less accurate": LESS_ACCURATE, "wrong": WRONG}
 FOLDER = Path(__file__).parent / "changes"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EVERY = [f"{program}-{dtype}" for program in SAME for dtype in DTYPES]
-RESULT = Path(__file__).parent / "results" / "checked_changes-cpu.json"
 STEPS = 3
 COLUMNS = {
     "rewrites": "rewrites called the same",
@@ -52,13 +54,18 @@ Run = tuple[dict[str, torch.Tensor], list[float]]
 """What a program computes: its weights by name, and its losses."""
 
 
-def main() -> None:
-    """Check what is asked for, and write the table of all."""
+def main(script: str = "checked_changes", kinds: Kinds = KINDS) -> None:
+    """Check what is asked for, and write the table of all.
+
+    Args:
+        script: What names the record, the table and the command.
+        kinds: The changes of each kind, by program.
+    """
     chosen = chosen_of(EVERY)
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        for pair, answers in zip(chosen, pool.imap(checked, chosen), strict=True):
-            write(pair, answers)
-    print(table(json.loads(RESULT.read_text())))
+        for pair, answers in zip(chosen, pool.imap(functools.partial(checked, kinds=kinds), chosen), strict=True):
+            record = write(script, pair, answers)
+    print(table(record))
 
 
 def chosen_of(every: list[str]) -> list[str]:
@@ -71,27 +78,28 @@ def chosen_of(every: list[str]) -> list[str]:
     return chosen
 
 
-def write(pair: str, answers: dict[str, Any]) -> None:
-    """Write the answers for a program in one dtype to the record."""
-    known = json.loads(RESULT.read_text())["programs"] if RESULT.exists() else {}
+def write(script: str, pair: str, answers: dict[str, Any]) -> dict[str, Any]:
+    """Write the answers for a program in one dtype to the record, and return all of it."""
+    result = recording.HERE / "results" / f"{script}-cpu.json"
+    known = json.loads(result.read_text())["programs"] if result.exists() else {}
     programs = {each: answers if each == pair else known[each] for each in EVERY if each == pair or each in known}
-    machine = recording.machine() | {"command": "python -m benchmarks.checked_changes"}
+    machine = recording.machine() | {"command": f"python -m benchmarks.{script}"}
     tests = flagged(programs)
     of_dtype = {dtype: [name for name in programs if name.endswith(f"-{dtype}")] for dtype in DTYPES}
     dtypes = {dtype: summed({name: programs[name] for name in names}) for dtype, names in of_dtype.items()}
     about = {"machine": machine, "all": summed(programs), "tests": tests, "dtypes": dtypes, "programs": programs}
-    recording.write(RESULT.stem, about, table(about))
+    recording.write(result.stem, about, table(about))
+    return about
 
 
-def checked(pair: str) -> dict[str, Any]:
+def checked(pair: str, kinds: Kinds) -> dict[str, Any]:
     """Check all changes of a program in one dtype, such as "gpt-float32"."""
     program, dtype = pair.split("-")
     source = (FOLDER / f"{program}.py").read_text()
     train = compiled(source, DTYPES[dtype])
     golden, before, hashes = record(train, STEPS), run(train), hashes_of(train)
     gc.freeze()  # the check looks for models among all objects, of which torch's compiler has 200,000
-    kinds = {"same": SAME, "less accurate": LESS_ACCURATE, "wrong": WRONG}
-    answers = {}
+    answers: dict[str, Any] = {}
     for kind, edits in kinds.items():
         answers[kind] = []
         for edit in edits[program]:

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.changes.edits import LESS_ACCURATE, SAME, WRONG, Edit
+from benchmarks.changes.edits import SAME, Edit
+from benchmarks.checked_changes import KINDS
 
-from benchmarks import checked_changes
+from benchmarks import checked_changes, held_out_changes
 from castwise.checking import record
-
-KINDS = {"same": SAME, "less accurate": LESS_ACCURATE, "wrong": WRONG}
 
 
 @pytest.mark.parametrize("program", SAME)
 def test_each_change_is_a_program_of_its_own(program: str) -> None:
     source = (checked_changes.FOLDER / f"{program}.py").read_text()
-    changed = [checked_changes.changed(source, edit) for kind in KINDS.values() for edit in kind[program]]
+    edits = [edit for kinds in (KINDS, held_out_changes.KINDS) for kind in kinds.values() for edit in kind[program]]
+    changed = [checked_changes.changed(source, edit) for edit in edits]
     assert len({source, *changed}) == len(changed) + 1
     for text in changed:
         compile(text, program, "exec")
@@ -62,12 +62,11 @@ def test_a_record_grows_by_one_program_at_a_time(tmp_path: Path, monkeypatch: py
     one = {"kind": "identical", "weights": 0.0, "losses": 0.0, "is_named": False, **tests}
     answers = {kind: [one] for kind in KINDS}
     (tmp_path / "results").mkdir()
-    (tmp_path / "README.md").write_text("<!-- changes begins -->\n<!-- changes ends -->\n")
+    (tmp_path / "README.md").write_text("<!-- changes-cpu begins -->\n<!-- changes-cpu ends -->\n")
     monkeypatch.setattr(checked_changes.recording, "HERE", tmp_path)
-    monkeypatch.setattr(checked_changes, "RESULT", tmp_path / "results" / "changes.json")
     for pair in ("cnn-float32", "gpt-float32", "cnn-float32"):
-        checked_changes.write(pair, answers)
-    record = json.loads(checked_changes.RESULT.read_text())
+        checked_changes.write("changes", pair, answers)
+    record = json.loads((tmp_path / "results" / "changes-cpu.json").read_text())
     assert [*record["programs"]] == ["gpt-float32", "cnn-float32"]
     assert record["all"]["rewrites"] == {"right": 2, "of": 2}
     assert checked_changes.table(record) in (tmp_path / "README.md").read_text()
