@@ -21,6 +21,7 @@ TABLES = {
     "unscaled_faults": "unscaled_faults-cpu",
     "broken_scripts": "broken_scripts-cpu",
     "checked_changes": "checked_changes-cpu",
+    "held_out_changes": "held_out_changes-cpu",
     "checked_settings": "checked_settings-cpu",
     "named_ops": "named_ops-cpu",
     "bisected": "bisected-cpu",

@@ -309,6 +309,29 @@ def test_a_call_of_a_module_that_raises_is_left_out() -> None:
     assert check(functools.partial(program, 2.0), golden).where == "loss"
 
 
+class Halves(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x).chunk(2, -1)
+
+
+def test_modules_under_vmap_and_outputs_without_a_gradient_are_left_out() -> None:
+    def program(vmaps: bool = False, is_frozen: bool = False) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), Halves(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model[0].bias.requires_grad_(not is_frozen)
+        for _ in range(2):
+            optimizer.zero_grad()
+            half, _ = (torch.vmap(model) if vmaps else model)(torch.ones(2, 3))
+            half.square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+    golden = record(program, 2)
+    assert check(functools.partial(program, vmaps=True), golden).kind in ("identical", "same")
+    assert check(functools.partial(program, is_frozen=True), golden).where == "gradient 0.bias is missing"
+
+
 def test_a_function_without_an_optimizer_is_checked_by_its_values() -> None:
     def attention(probe: Any, *, causal: bool = True) -> None:
         torch.manual_seed(0)

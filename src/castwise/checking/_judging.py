@@ -140,8 +140,12 @@ class Comparison:
     def _gradients(self, first: ProbeKey) -> str:
         """Return the one module whose gradients differ; the first of some, if they differ as the backward leaves them.
 
-        If all do, or some only at the step, they are changed after they are computed.
+        If all do, or some only at the step, they are changed after they are computed. One that is missing comes first:
+        clipping by norm changes all others, then.
         """
+        gone = [key for key in self.missing if key.step == first.step and key.kind == "gradient"]
+        if gone:
+            return f"{_value(gone[0])} is missing"
         if first.kind == "gradient" and self.errors.get(first._replace(kind="arrived"), math.inf) <= DIFFERENT:
             return "between backward and step"
         keys = [key for key in self.errors if key.step == first.step and key.kind == first.kind]

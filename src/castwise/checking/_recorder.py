@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from castwise._live_objects import instances_of
 from castwise._torch_private import (
+    are_functorch_transforms_active,
     buffers_in,
     compiled_methods,
     counted_version,
@@ -204,8 +205,10 @@ class Recorder:
         return result
 
     def _sees(self, module: nn.Module) -> bool:
-        """Return True unless a call is within compiled code, in a backward, or of what only wraps another module."""
+        """Return True unless a call is in compiled code, a backward or `torch.vmap`, or of a mere wrapper."""
         if torch.compiler.is_compiling() or self._is_off or is_backward_running() or not torch.is_grad_enabled():
+            return False
+        if are_functorch_transforms_active():  # whose tensors have no values yet
             return False
         return self._compiles or not wraps_compiled(module)
 
@@ -265,8 +268,9 @@ class Recorder:
                     key = ProbeKey(self._step, "backward", name, call, index)
                     tensor.register_hook(functools.partial(self._gradient_came, key))  # type: ignore[no-untyped-call]
 
-    def _gradient_came(self, key: ProbeKey, grad: torch.Tensor) -> None:
-        if key not in self.measurement.probes:
+    def _gradient_came(self, key: ProbeKey, grad: torch.Tensor | None) -> None:
+        # An unused one of a node's outputs has no gradient.
+        if grad is not None and key not in self.measurement.probes:
             self._store(key, grad, scale=self._scale)
 
     def _watch_gradients(self, module: nn.Module) -> None:
