@@ -46,15 +46,15 @@ def figures(docs: str) -> str:
         "`scaler.clip_grad_norm_` than with `torch.amp`.",
         f"bf16 inference with fp32 weights (an MLP, batch size 1) is {inference['median']:.1f} times as fast with a "
         "`WeightCache` as with `torch.autocast`.",
-        f"Of {len(public)} faults that users have reported to public projects, `castwise run` names cause, line and "
-        f"remedy of {explained}: [all of them]({'benchmarks/README.md' if docs else 'benchmarks.md'}), with links.",
-        f"In bf16 without a scaler, `castwise run` adds {watched[0]} and {watched[1]}, [mostly in "
+        f"castwise was developed with {len(public)} faults that users have reported to public projects. `castwise run` "
+        f"names cause, line and remedy of {explained}: "
+        f"[the list]({'benchmarks/README.md' if docs else 'benchmarks.md'}).",
+        f"In bf16 without a scaler, `castwise run` adds {watched[0]} and {watched[1]}, [mostly the time of "
         f"Python]({docs}integrations/run.md#overhead).",
         f"`MasterWeights` cuts AdamW from {fp32['sum']:.0f} to {split['sum']:.0f} bytes per parameter: weight "
         f"{split['weights'] + split['kept']:.0f} (was {fp32['weights'] + fp32['casts']:.0f}), gradient "
-        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}.",
-        f"With `MasterWeights`, a training step of a GPT takes {training:.2f} times as long, although the step of "
-        f"fused AdamW in it takes {steps:.1f} times as long.",
+        f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. The optimizer's step "
+        f"takes {steps:.1f} times as long, and a training step of a GPT {training:.2f} times.",
         "With `MasterWeights`, losses are bit for bit those of fp32 weights if [gradients are summed in fp32 and no "
         f"code reads a weight or its dtype]({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights).",
     ]

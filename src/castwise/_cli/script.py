@@ -99,12 +99,12 @@ class Script:
             "shared_script": watching.shared_script,
         }
         account = Account(out, watching.every, watching.diagnoses, **checked)
-        account.report_failure = _print_failure
+        account.say = _print_of_rank
         try:
             castwise._installation.begin(account, settings)
         except Exception as error:
             account.failure = f"castwise could not be installed: {type(error).__name__}: {error}"
-            _print_failure(account.failure)
+            _print_of_rank(account.failure)
         self._termination = Termination(lambda: self._report_now(out, ending, account, settings))
         WATCH.warns = False  # scripts may filter warnings
         WATCH.subscribe(self._print_mistake)
@@ -193,7 +193,7 @@ def _edits(out: Path, summary: Summary | None) -> list[str]:
     return [text] if edits else []
 
 
-def _print_failure(text: str) -> None:
+def _print_of_rank(text: str) -> None:
     rank = rank_now()
     print(f"castwise: {f'rank {rank}: ' if rank else ''}{text}", file=sys.stderr)
 

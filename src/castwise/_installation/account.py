@@ -40,6 +40,7 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
+from castwise.monitor._iterations import Iteration
 from castwise.monitor._joint_replay import can_be_replayed
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
@@ -104,7 +105,8 @@ class Account(Observer):
         self._folder = None if self.out is None else RunFolder(self.out)
         self.failure = ""
         """Why nothing is recorded; empty if there was no error."""
-        self.report_failure: Callable[[str], object] = lambda text: warn_or_print(text, RuntimeWarning)
+        self.say: Callable[[str], object] = lambda text: warn_or_print(text, RuntimeWarning)
+        """Called with what must not wait for the report: why nothing is recorded, and where an inf or NaN begins."""
         self._monitors: list[weakref.ref[_LocalMonitor]] = []
         self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._guard = Guard()
@@ -299,6 +301,7 @@ class Account(Observer):
         recording = self._recording_of(model)
         self._has_checked |= scaler is None
         monitor.check(scaler, recording, self._diagnoses, skips=self._skips, snapshots=self._snapshots)
+        monitor.say = self.say
         if self._capsules and self.run is not None:
             monitor.capsules = Capsules(sink.path.parent, self.run, self._capsules)
         monitor.attach()
@@ -321,7 +324,7 @@ class Account(Observer):
             self.out = None
             if not self.has_recorded:
                 self._folder = None
-            self.report_failure(self.failure)
+            self.say(self.failure)
             self._drop_recordings()
             return None
 
@@ -344,6 +347,7 @@ class _LocalMonitor(Monitor):
     """A monitor that does not combine records with other processes, which may do something else."""
 
     capsules: Capsules | None = None
+    say: Callable[[str], object]
 
     def _make_ranks(self) -> Ranks:
         return Ranks.alone()
@@ -366,6 +370,7 @@ class _LocalMonitor(Monitor):
         """
         self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
         self._most_diagnoses, self._faults = most, Counter[Cause | None]()
+        self._origins_said = set[tuple[str, str, str]]()
         if not most or not can_be_replayed(self._model):  # one that stops on one rank would block the others
             if recording is not None:
                 recording.detach()
@@ -373,6 +378,25 @@ class _LocalMonitor(Monitor):
         self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
         self._recording.follow(lambda: self._steps.iteration)
         self._weights = EarlierWeights() if snapshots else None
+
+    def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
+        with self._guard:  # the step is recorded anyway
+            self._say_origin(facts, diagnosis)
+        Monitor._record_step(self, facts, iteration, diagnosis)
+
+    def _say_origin(self, facts: StepFacts, diagnosis: Diagnosis | None) -> None:
+        """Say where an inf or NaN begins, once for each place, while the run goes on; a scale too high is none."""
+        if diagnosis and diagnosis.remedy != "scale":
+            origin = diagnosis.module, diagnosis.op, diagnosis.line
+            sample = f" {diagnosis.sample[:1].upper()}{diagnosis.sample[1:]}." if diagnosis.sample else ""
+            text = f"{diagnosis.summary}{sample}"
+        elif facts.cause is not None and not facts.skipped and not self._origins_said:
+            origin, text = ("", "", ""), f"taken with an inf or NaN ({facts.cause})"
+        else:
+            return
+        if origin not in self._origins_said:
+            self._origins_said.add(origin)
+            self.say(f"step {facts.number:,}: {text}")
 
     def _is_wanted(self, cause: Cause) -> bool:
         if self._recording is None:
