@@ -15,6 +15,7 @@ import torch
 from tests.checking.programs import program, train
 
 from castwise.checking import CheckResult, Golden, NotReproducibleError, ProgramError, check, record
+from castwise.checking._judging import changed_settings
 from castwise.checking._measuring import Plan, measure_apart, of_all_ranks
 
 DTYPES = {"fp32": {}, "bf16": {"dtype": torch.bfloat16}, "fp16": {"dtype": torch.float16, "scale": 64.0}}
@@ -329,7 +330,20 @@ def test_modules_under_vmap_and_outputs_without_a_gradient_are_left_out() -> Non
 
     golden = record(program, 2)
     assert check(functools.partial(program, vmaps=True), golden).kind in ("identical", "same")
-    assert check(functools.partial(program, is_frozen=True), golden).where == "gradient 0.bias is missing"
+    frozen = check(functools.partial(program, is_frozen=True), golden)
+    assert (frozen.where, frozen.notes) == ("gradient 0.bias is missing", ("recorded values that are missing: 2",))
+
+
+def test_of_another_optimizer_settings_without_a_counterpart_are_left_out() -> None:
+    def settings(optimizer: str, **values: float) -> list[list[dict[str, Any]]]:
+        return [[{"optimizer": optimizer, "group": 0, "params": ["weight"], "values": values}]]
+
+    golden = Golden(1, "float32", {}, settings("SGD", lr=0.1, momentum=0.9))
+    assert changed_settings(golden, settings("Adam", lr=0.2, eps=1e-8)) == [
+        "optimizer SGD is now Adam",
+        "lr 0.1 is now 0.2 (SGD, step 1)",
+    ]
+    assert changed_settings(golden, settings("SGD", lr=0.1)) == ["momentum 0.9 is now not set (SGD, step 1)"]
 
 
 def test_a_function_without_an_optimizer_is_checked_by_its_values() -> None:

@@ -64,6 +64,9 @@ def test_another_function_exits_with_1_and_is_named(words: tuple[str, ...]) -> N
 def test_a_script_that_fails_exits_with_125_and_its_traceback(words: tuple[str, ...]) -> None:
     code, out, err = castwise(*words, "--", "nothing")
     assert (code, out) == (125, "")
+    assert err.startswith(
+        f'castwise check: {words[0]} failed:\nTraceback (most recent call last):\n  File "{words[0]}"'
+    )
     assert "ValueError: could not convert string to float: 'nothing'" in err
 
 
@@ -76,6 +79,14 @@ def test_files_that_are_not_there_exit_with_125(recorded: Path, words: tuple[str
     assert (code, err) == (125, text)
 
 
+def test_a_file_that_is_no_golden_file_is_refused_before_the_script_runs(words: tuple[str, ...]) -> None:
+    code, _, err = castwise("record", words[0], "--out", words[0], "--", "nothing")
+    assert (code, err.partition(";")[0]) == (
+        125,
+        f"castwise check: cannot write {words[0]}: it exists and is not a golden file that castwise has written",
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -83,6 +94,11 @@ def test_files_that_are_not_there_exit_with_125(recorded: Path, words: tuple[str
         ("record x.py --against g", "--against is for checking; `record` writes to --out"),
         ("x.py --steps 2", "--steps is for `castwise check record`; the golden file has the steps"),
         ("record x.py --steps 0", "--steps must be at least 1, got 0"),
+        ("x.py --out g", "--out is for `castwise check record`; the golden file to compare with is --against"),
+        (
+            "x.py --width 1",
+            "no such option: --width (see `castwise check --help`; the script's own options follow `--`)",
+        ),
         ("x.py --ranks 2", "--ranks is for `castwise check record`; the golden file has the ranks"),
         ("record x.py --ranks 0", "--ranks must be at least 1, got 0"),
         ("x.py --ops . --steps 0", "--steps must be at least 1, got 0"),

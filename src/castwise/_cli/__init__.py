@@ -41,7 +41,9 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
         called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
         command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser has no context
         message = " ".join(error.format_message().split()).rstrip(".")
-        typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`)", err=True)
+        is_script_s = command == "castwise check" and message.startswith("No such option")
+        hint = "; the script's own options follow `--`" if is_script_s else ""
+        typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`{hint})", err=True)
         raise typer.Exit(error.exit_code) from None
 
 

@@ -163,10 +163,12 @@ def _check_options(action: str, options: dict[str, Any]) -> None:
         raise UserError(
             "--ops compares two versions of the script without a golden file; leave out --against and --bisect"
         )
-    for option, what in (("--steps", "steps"), ("--ranks", "ranks"), ("--out", "steps")):
-        if option in given and action != "record" and not (compares_ops and option != "--out"):
+    if "--out" in given and action != "record":
+        raise UserError("--out is for `castwise check record`; the golden file to compare with is --against")
+    for option, what in (("--steps", "steps"), ("--ranks", "ranks")):
+        if option in given and action != "record" and not compares_ops:
             raise UserError(f"{option} is for `castwise check record`; the golden file has the {what}")
-        if option != "--out" and option in given and options[option] < 1:
+        if option in given and options[option] < 1:
             raise UserError(f"{option} must be at least 1, got {options[option]}")
 
 
@@ -206,11 +208,13 @@ def _check(run: ScriptRun, path: Path) -> CheckResult:
 def _record(run: ScriptRun, steps: int, ranks: int, out: Path) -> Golden:
     from castwise._terminal import progress_bar
     from castwise.checking._checking import NotReproducibleError, record
+    from castwise.checking._golden import refuse_foreign
     from castwise.checking._measuring import ProgramError
 
     if not out.parent.is_dir():
         raise UserError(f"cannot write {out}: there is no folder {out.parent}; create it first")
     try:
+        refuse_foreign(out)  # before the runs, too
         with progress_bar() as progress:
             golden = record(run, steps, apart=True, ranks=ranks, progress=progress)
         golden.save(out)

@@ -123,7 +123,12 @@ def _check_steps(plain: Measurement, steps: int) -> None:
     has_values = any(key.kind == "value" for key in plain.probes)
     if plain.steps < steps and not (has_values and plain.steps == 0):
         skipped = f", and its scaler skipped {plain.skipped}" if plain.skipped else ""
-        advice = "record fewer steps" if plain.steps else "processes that it starts itself are not seen; see `ranks`"
+        advice = (
+            "record fewer steps"
+            if plain.steps
+            else "processes that it starts itself are not seen, see `ranks`; without an optimizer of torch's, record a "
+            "function and what it passes to `probe`"
+        )
         raise ValueError(f"the program took {plain.steps} optimizer steps of {steps}{skipped}: {advice}")
 
 
@@ -264,6 +269,8 @@ def _different(
     if worst > judging.SAME:
         text = f"cannot tell: two runs of the program differ in float64, by up to {worst:.1e}; fix its seeds"
         return CheckResult("cannot tell", text, notes=notes, **facts)
+    if compared.missing:
+        notes += (f"recorded values that are missing: {len(compared.missing)}",)
     place, step = compared.place()
     last = compared.golden.steps
     when = f"after step {last}" if step > last > 0 else f"step {step}"

@@ -161,6 +161,12 @@ class Golden:
         return golden
 
 
+def refuse_foreign(path: Path) -> None:
+    """Raise a FileExistsError if there is a file that is not a golden file."""
+    if path.is_file():
+        _files.refuse_foreign(path, "a golden file", _is_golden)
+
+
 def _read(archive: zipfile.ZipFile, name: str) -> bytes:
     if archive.getinfo(name).file_size > _LARGEST:
         raise ValueError(f"{name} is too large")

@@ -169,11 +169,14 @@ def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> list[st
             found.setdefault(f"{len(before)} parameter groups are now {len(after)}")
             continue
         for old, new in zip(before, after, strict=True):
-            if old["optimizer"] != new["optimizer"]:
+            is_another = old["optimizer"] != new["optimizer"]
+            if is_another:
                 found.setdefault(f"optimizer {old['optimizer']} is now {new['optimizer']}")
             if old["params"] != new["params"]:
                 found.setdefault(f"other parameters in group {old['group']} of {old['optimizer']}")
             names = [*old["values"], *(name for name in new["values"] if name not in old["values"])]
+            if is_another:  # most of whose settings have no counterpart
+                names = [name for name in old["values"] if name in new["values"]]
             for name in names:
                 pair = [values["values"].get(name, "not set") for values in (old, new)]
                 if pair[0] != pair[1] and not any(text.startswith(f"{name} ") for text in found):

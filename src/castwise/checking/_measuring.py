@@ -33,6 +33,7 @@ rounding; in float64; in float64 with random rounding; with a log of its ops."""
 
 RERUNS = 2
 """Runs with random rounding in which modules run again in float64, too."""
+_OURS = str(Path(__file__).parents[1])
 PATIENCE_S = 10  # for ranks that are ended because another has failed
 
 
@@ -244,6 +245,13 @@ def _free_port() -> int:
     return int(distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 
+def _traceback(error: BaseException) -> str:
+    """Return a traceback without the frames of castwise above those of the program."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = next((i for i, file in enumerate(files) if not file.startswith(_OURS)), 0)
+    return "".join(traceback.format_exception(error, limit=own - len(files)))
+
+
 def _run_apart(train: Train, plan: Plan, rank: int, port: int, end: Any, output: str) -> None:
     if plan.ranks > 1:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": plan.ranks, "LOCAL_WORLD_SIZE": plan.ranks}
@@ -258,8 +266,8 @@ def _run_apart(train: Train, plan: Plan, rank: int, port: int, end: Any, output:
         result: object = measure(train, plan)
     except SystemExit as exit_:
         result = f"the program exited with code {exit_.code}"
-    except BaseException:
-        result = traceback.format_exc()
+    except BaseException as error:
+        result = _traceback(error)
     end.send(result)
     with suppress(EOFError, OSError):
         end.recv()

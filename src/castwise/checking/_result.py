@@ -73,9 +73,10 @@ class CheckResult(Shown):
         """Return the verdict and the numbers it rests on."""
         lines = [self.verdict]
         if self.difference is not None:
+            differ = "value differs" if self.compared == 1 else "values differ"
             left_out = f"; {self.left_out} left out as rounding noise" if self.left_out else ""
             lines.append(
-                f"  in float64: {self.compared} values differ by at most {self.difference:.1e} "
+                f"  in float64: {self.compared} {differ} by at most {self.difference:.1e} "
                 f"(the same: up to 1e-10, different: above 1e-08){left_out}"
             )
         if (found := self.accuracy) is not None:
