@@ -346,6 +346,29 @@ def test_of_another_optimizer_settings_without_a_counterpart_are_left_out() -> N
     assert changed_settings(golden, settings("SGD", lr=0.1)) == ["momentum 0.9 is now not set (SGD, step 1)"]
 
 
+def test_losses_of_two_optimizers_in_turn_are_compared_one_by_one() -> None:
+    def program(detaches: bool = True) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[2], model[0])]
+        for _ in range(2):
+            hidden = model[1](model[0](torch.rand(5, 3)))
+            model[2](hidden.detach() if detaches else hidden).square().mean().backward(retain_graph=True)
+            optimizers[0].step()
+            model[2](hidden).mean().backward()
+            optimizers[1].step()
+
+    golden = record(program, 2)
+    assert [key[:4] for key in golden.probes if key.kind == "loss"] == [
+        (0, "loss", "loss", 0),
+        (1, "loss", "loss", 0),
+        (1, "loss", "loss", 1),
+    ]
+    assert (
+        check(functools.partial(program, detaches=False), golden).verdict == "different function: 1, backward, step 1"
+    )
+
+
 def test_a_function_without_an_optimizer_is_checked_by_its_values() -> None:
     def attention(probe: Any, *, causal: bool = True) -> None:
         torch.manual_seed(0)

@@ -135,6 +135,7 @@ class Recorder:
         self._optimizers: list[Optimizer] = []
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._nested = 0
+        self._loss_call: int | None = None  # of the losses since an optimizer has stepped
         self._scale = 1.0
         self._values: list[torch.Tensor] = []
         self._sketches: Any = WeakTensorKeyDictionary()  # of tensors of modules, with the tensors' versions
@@ -349,6 +350,7 @@ class Recorder:
             if self._hashes:
                 self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
         self._values.clear()
+        self._loss_call = None
         self._counts[id(optimizer)] += 1
         if self._counts[id(optimizer)] > self.measurement.steps:
             self.measurement.steps += 1
@@ -384,9 +386,11 @@ class Recorder:
         """Add losses to those of this step, so that a batch in two halves has the loss of the whole."""
         if self._step >= self._steps:
             return
+        if self._loss_call is None:
+            self._loss_call = self._next_call("loss", "loss")
         with torch.no_grad(), without_dispatch_modes():
             for index, loss in enumerate(losses):
-                key = ProbeKey(self._step, "loss", "loss", 0, index)
+                key = ProbeKey(self._step, "loss", "loss", self._loss_call, index)
                 sketch = sketch_of(loss.double() / self._scale)
                 before = self.measurement.probes.get(key)
                 if before is not None:
