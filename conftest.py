@@ -32,7 +32,9 @@ else:
     import tomli as tomllib
 
 from sybil import Document, Example, Region, Sybil
-from tests.forked import Python
+from tests.warm_python import executable
+from tests.warm_python import warm_python as warm_python
+from tests.warm_python import warm_python_in_module as warm_python_in_module
 
 import castwise
 
@@ -149,12 +151,6 @@ def _run(words: list[str]) -> str:
     else:
         return ""
     settings = dict(word.split("=", 1) for word in ("OMP_NUM_THREADS=1", "COLUMNS=120", *assigned))
-    # To import torch takes longer than most commands; `castwise check` forks processes, which forked ones must not.
-    if name != "ranks" and rest[:1] != ["check"]:
-        process = Python(command, together=True, **settings)
-        printed, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{shlex.join(words)} ended with {process.returncode}:\n{printed}"
-        return printed
     run = subprocess.run(
         [sys.executable, *command],
         env={**os.environ, **settings},
@@ -341,6 +337,8 @@ def _begin(namespace: dict[str, Any]) -> None:
     folder = outside.enter_context(tempfile.TemporaryDirectory())
     outside.callback(os.chdir, os.getcwd())
     os.chdir(folder)
+    outside.callback(setattr, sys, "executable", sys.executable)
+    sys.executable = executable()
     torch.manual_seed(0)
     if accelerate := sys.modules.get("accelerate.state"):
         # Accelerate keeps its precision in the process, and refuses another one: a page starts as a new process does.

@@ -20,6 +20,8 @@ from tests import forked
 from castwise import schedules
 from castwise.monitor import Run
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 ROOT = Path(__file__).parents[1]
 TRACES = ROOT / "examples" / "traces"
 

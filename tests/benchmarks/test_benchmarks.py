@@ -33,6 +33,8 @@ from benchmarks import (
 from castwise._demo.corpus import Corpus
 from castwise._demo.gpt import GPT, Size
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 TWICE = Rounds(2)
 TINY = Size(layers=1, heads=1, width=8, context=8, batch=2)
 WORDS = {"faster", "slower", "as fast", "cannot tell"}

@@ -12,6 +12,8 @@ from tests.cli.test_check import SCRIPT, castwise
 from castwise._cli.bisection import Bisection, Tried
 from castwise._user_error import UserError
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 
 def git(folder: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()

@@ -38,7 +38,7 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python_in_module: None) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "train.py").write_text(SCRIPT)
     for kind in ("ddp", "fsdp"):

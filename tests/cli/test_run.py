@@ -467,13 +467,11 @@ if __name__ == "__main__":
     ids=["weights updated by hand", "hogwild"],
 )
 def test_a_run_without_a_modules_optimizer_says_what_was_seen(
-    source: str, seen: str, printed: str, tmp_path: Path
+    source: str, seen: str, printed: str, tmp_path: Path, warm_python: None
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
-    out = tmp_path / "out"
-    spawns = source == HOGWILD  # which the daemons that are forked here may not
-    run = call([*RUN, "--out", str(out), str(script)], tmp_path) if spawns else forked("--out", out, script)
+    run = call([sys.executable, *RUN[1:], "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == printed
     assert run.stderr.splitlines()[-1].startswith(
@@ -481,10 +479,10 @@ def test_a_run_without_a_modules_optimizer_says_what_was_seen(
     )
 
 
-def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path) -> None:
+def test_workers_that_were_forked_have_records_of_their_own(tmp_path: Path, warm_python: None) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOGWILD.replace('"spawn"', '"fork"').replace("range(1)", "range(2)"))
-    run = call([*RUN, "--out", str(tmp_path / "out"), str(script)], tmp_path)
+    run = call([sys.executable, *RUN[1:], "--out", str(tmp_path / "out"), str(script)], tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "castwise\ncastwise\n0\n"
     assert run.stderr.rstrip().endswith(f"left records: run castwise report {run_in(tmp_path / 'out')}")

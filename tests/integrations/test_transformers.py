@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -297,8 +296,9 @@ def test_a_training_that_failed_is_reported_when_it_is_forgotten(tmp_path: Path)
 
 
 FAILS = """
-import sys
+import sys, warnings
 from pathlib import Path
+warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[2])
 from castwise.integrations.transformers import ReportCallback
 from tests.integrations.test_transformers import BATCH, trainer
@@ -307,9 +307,9 @@ trainer(folder, callbacks=[ReportCallback(folder / "run")], bad=3 * BATCH + 1).t
 """
 
 
-def test_a_training_that_failed_is_reported_when_the_process_ends(tmp_path: Path) -> None:
+def test_a_training_that_failed_is_reported_when_the_process_ends(tmp_path: Path, warm_python: None) -> None:
     command = [sys.executable, "-c", FAILS, str(tmp_path), str(Path(__file__).parents[2])]
-    failed = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+    failed = subprocess.run(command, capture_output=True, text=True)
     assert failed.returncode == 1
     assert "\nOSError: this row cannot be read\ncastwise: " in failed.stderr
     assert len(Run.read(tmp_path / "run").steps) == 2
