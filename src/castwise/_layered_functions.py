@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.compiler import is_dynamo_compiling
 
 Layer = Callable[..., Any]
@@ -62,4 +63,5 @@ class LayeredFunction:
 
 BACKWARD = LayeredFunction("backward", torch.autograd)
 CLIP_GRAD_NORM = LayeredFunction("clip_grad_norm_", torch.nn.utils, torch.nn.utils.clip_grad)
+CHECKPOINT = LayeredFunction("checkpoint", torch.utils.checkpoint)
 CLIP_GRAD_VALUE = LayeredFunction("clip_grad_value_", torch.nn.utils, torch.nn.utils.clip_grad)

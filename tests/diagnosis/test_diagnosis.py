@@ -726,6 +726,11 @@ def test_the_line_is_named_of_an_op_of_the_loss_and_of_a_layer() -> None:
     assert (found.module, found.source.startswith("return self.out_proj")) == ("out_proj", True)
 
 
+def test_a_negative_number_to_a_fractional_power_is_told_from_an_overflow() -> None:
+    assert "keep its base positive, or clamp it" in of(lambda x: (-x) ** -0.5).advice
+    assert "keep its base positive" not in of(lambda x: (-9 * x) ** 99).advice
+
+
 @pytest.mark.parametrize(
     ("function", "op", "advice"),
     [

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from castwise import GradScaler, Monitor
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
@@ -64,6 +65,11 @@ def nan_among_targets(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
     return functional.mse_loss(logits, torch.full((6, 5), math.nan if is_bad else 0.0))  # here
 
 
+def nan_among_targets_of_one_sample(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+    wanted = torch.zeros(6, 5).masked_fill(torch.tensor([[is_bad and row == 4] for row in range(6)]), math.nan)
+    return functional.mse_loss(logits, wanted)  # here
+
+
 def std_of_one(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
     return logits[: 1 if is_bad else 6].std(dim=0).mean()  # here
 
@@ -103,6 +109,7 @@ LOSSES = [
     (zero_times_log_of_zero, "aten.log", "check for inputs that are 0 or negative"),
     (smoothed_over_masked_logits, "aten.log_softmax", "mask with a finite number, such as -1e4"),
     (nan_among_targets, "aten.mse_loss", "an argument of the loss, such as the targets, is not finite"),
+    (nan_among_targets_of_one_sample, "aten.mse_loss", "an argument of the loss, such as the targets, is not finite"),
     (std_of_one, "aten.std", "leave out groups of one"),
     (division_by_a_sum_of_zero, "aten.div", "check for divisors that are 0"),
     (division_by_a_count_of_zero, "aten.div", "check for divisors that are 0"),
@@ -121,7 +128,23 @@ def test_the_op_and_the_line_of_a_loss_that_is_not_finite(loss: Loss, op: str, a
     assert (found["step"], found["phase"], found["module"], found["op"]) == (3, "loss", "", op)
     assert f"{__file__}:{line}" in found["summary"]
     assert advice in found["advice"]
+    assert found.get("sample", "") == ("sample 4 of the batch" if "one_sample" in loss.__name__ else "")
     assert torch.is_anomaly_enabled() is False
+
+
+def test_the_index_in_the_dataset_is_known_of_a_target_that_is_not_finite() -> None:
+    inputs, targets = torch.randn(64, 4), torch.randn(64, 1)
+    targets[37] = math.inf
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    records: list[dict[str, Any]] = []
+    with Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+        for batch, wanted in DataLoader(TensorDataset(inputs, targets), 8, shuffle=True):
+            optimizer.zero_grad()
+            functional.mse_loss(model(batch), wanted).backward()
+            optimizer.step()
+    (found,) = [record for record in records if record["kind"] == "diagnosis"][:1]
+    assert found["sample"].endswith(" of the batch, dataset[37]")
 
 
 def root_of_zero(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:

@@ -52,6 +52,30 @@ def test_a_broken_invariant_is_recorded_and_warned_of_once() -> None:
     )
 
 
+class Still(torch.optim.Optimizer):
+    """Steps by nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # as torch's do without a closure
+        pass
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_the_trust_ratio_is_suspected_of_parameters_that_stay_at_0(value: float) -> None:
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, value)
+    nn.init.zeros_(model.bias)
+    optimizer = Still(model.parameters(), {})
+    records: list[dict[str, Any]] = []
+    with warnings.catch_warnings(), castwise.Monitor(model, optimizer, sinks=[records.append], invariants=True):
+        warnings.simplefilter("ignore")
+        for _ in range(21):
+            (model(torch.randn(4, 4)) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (broken,) = [record for record in records if record["kind"] == "invariant"]
+    assert ("trust ratio" in broken["remedy"]) is (value == 0.0)
+
+
 def test_a_monitor_checks_nothing_unless_it_is_asked_to() -> None:
     assert Training(invariants=False).broken == []
 

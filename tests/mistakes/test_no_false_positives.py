@@ -455,6 +455,11 @@ def load(training: Training) -> None:
     torch.optim.AdamW(low.parameters()).load_state_dict(high.state_dict())
 
 
+def draw_again(training: Training) -> None:
+    checkpoint = torch.utils.checkpoint.checkpoint
+    checkpoint(nn.Dropout(0.5), torch.ones(8), use_reentrant=False, preserve_rng_state=False)
+
+
 @pytest.mark.parametrize("is_installed", [False, True])
 @pytest.mark.parametrize(
     ("mistaken", "name"),
@@ -463,10 +468,11 @@ def load(training: Training) -> None:
         (measure, "measured-while-scaled"),
         (save, "scaler-not-saved"),
         (load, "state-narrowed"),
+        (draw_again, "recomputed-at-random"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::castwise.MixedPrecisionMistake")
-def test_four_mistakes_are_found_only_while_castwise_is_installed(
+def test_five_mistakes_are_found_only_while_castwise_is_installed(
     mistaken: Callable[[Training], None], name: str, is_installed: bool
 ) -> None:
     training = Training()

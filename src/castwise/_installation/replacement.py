@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
+from castwise._guard import Guard
 from castwise._installation.settings import Settings
-from castwise._layered_functions import CLIP_GRAD_NORM, CLIP_GRAD_VALUE
+from castwise._layered_functions import CHECKPOINT, CLIP_GRAD_NORM, CLIP_GRAD_VALUE
 from castwise._mistakes.mistake import Place, caller
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import load_compiler
 from castwise.amp._observers import OBSERVERS
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
+from castwise.diagnosis._forward_state import RandomState
 from castwise.master_weights import _parameter_clipping as parameter_clipping
 from castwise.master_weights._master_weights import has_owners
 from castwise.master_weights._parameter_clipping import listed
@@ -75,7 +77,7 @@ class Replacement:
 
     def put_in_place(self) -> None:
         """Replace the names in torch, and in all modules that imported them."""
-        for function, layer in _CLIPPING:
+        for function, layer in _LAYERS:
             function.add(layer)
             self._old.append(function.original)
             self._new[id(function.original)] = function.function
@@ -100,7 +102,7 @@ class Replacement:
         for namespace, key, old, new in reversed(self._places):
             if namespace.get(key) is new:
                 namespace[key] = old
-        for function, layer in _CLIPPING:
+        for function, layer in _LAYERS:
             function.remove(layer)
         self._settings.forget()
 
@@ -193,7 +195,22 @@ def _clip_grad_value_in_step(
     clip_grad_value_(parameters, clip_value, foreach)
 
 
-_CLIPPING = ((CLIP_GRAD_NORM, _clip_grad_norm_in_step), (CLIP_GRAD_VALUE, _clip_grad_value_in_step))
+def _observed_checkpoint(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notify the watch of a forward that has drawn random numbers, and will draw others when it is computed again."""
+    is_left_out = kwargs.get("preserve_rng_state", True) or "context_fn" in kwargs or not torch.is_grad_enabled()
+    before = None if is_left_out or not WATCH.is_looking else _GUARD.call(RandomState, outside_torch=False)
+    result = checkpoint(*args, **kwargs)
+    if before is not None and _GUARD.call(before.is_current) is False:
+        WATCH.will_draw_again()
+    return result
+
+
+_GUARD = Guard()
+_LAYERS = (
+    (CHECKPOINT, _observed_checkpoint),
+    (CLIP_GRAD_NORM, _clip_grad_norm_in_step),
+    (CLIP_GRAD_VALUE, _clip_grad_value_in_step),
+)
 
 
 def _is_of(name: str, package: str) -> bool:

@@ -151,11 +151,19 @@ class TrainedWeights:
     def _standing_still(self, samples: list[_Sample], iteration: int) -> Iterator[Broken]:
         if samples:
             names = tuple(sample.name for sample in samples)
+            remedy = (
+                "Look for code that writes the weights back, or for an optimizer whose step does nothing with them."
+            )
+            if not any(sample.values.any() for sample in samples):
+                remedy += (
+                    " A parameter of 0 stays 0 under LAMB and LARS, which multiply a step by the norm of the weights: "
+                    "let the trust ratio be 1 where a norm is 0."
+                )
             yield Broken(
                 "never-updated",
                 f"{named(names)}: stepped with a gradient that is not zero, and not changed between the last check "
                 f"and step {iteration:,}.",
-                "Look for code that writes the weights back, or for an optimizer whose step does nothing with them.",
+                remedy,
                 parameters=names,
             )
 

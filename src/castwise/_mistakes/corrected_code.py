@@ -305,6 +305,15 @@ def saved_with_scaler(line: ScriptLine) -> str:
     return _noted(line, code, "scaler")
 
 
+def random_state_preserved(line: ScriptLine) -> str:
+    """Preserve the random state of a checkpointed layer."""
+    keywords = [] if line.statement is None else [*ast.walk(line.statement)]
+    values = [node.value for node in keywords if isinstance(node, ast.keyword) and node.arg == "preserve_rng_state"]
+    if line.statement is None or len(values) != 1 or not line.is_simple:
+        return "pass preserve_rng_state=True to checkpoint"
+    return line.replaced(line.statement, values[0], "True")
+
+
 # -- what the script has ----------------------------------------------------------------------------------------------
 
 

@@ -57,6 +57,9 @@ class Finder(Observer):
     def advanced(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when the script advances a learning-rate schedule of an optimizer."""
 
+    def will_draw_again(self) -> None:
+        """Called after a checkpointed forward that has drawn random numbers and was not to keep their state."""
+
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Called after an optimizer loaded a checkpoint, while castwise is installed."""
 

@@ -23,6 +23,7 @@ from castwise._mistakes.graph import leaves_of
 from castwise._mistakes.losses import Losses
 from castwise._mistakes.low_weights import LowWeights
 from castwise._mistakes.mistake import Mistake, Place
+from castwise._mistakes.recomputation import Recomputation
 from castwise._mistakes.regions import Regions
 from castwise._mistakes.scalers import Scalers
 from castwise._mistakes.scalings import Scalings
@@ -145,7 +146,7 @@ class Watch(Observer):
         self._at_exit = self._guard.door(self.stop)
         atexit.register(self._at_exit)  # while the weak references are still usable
         kinds = Scalers, Regions, Losses, Scalings, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers
-        more = Validation, LowWeights, CompiledRegions, Zeroing
+        more = Validation, LowWeights, CompiledRegions, Zeroing, Recomputation
         self._finders = [kind(self) for kind in (*kinds, *more)]
         self._listening = {event: [finder for finder in self._finders if _listens(finder, event)] for event in _EVENTS}
         self._handles = [
@@ -197,6 +198,7 @@ class Watch(Observer):
     scaler_made, saved, loaded = map(_to_finders, ("scaler_made", "saved", "loaded"))
     entered, left, compiled = map(_to_finders, ("entered", "left", "compiled"))
     advanced, skipped, judged = map(_to_finders, ("advanced", "skipped", "judged"))
+    will_draw_again = _to_finders("will_draw_again")
 
     @guarded
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:

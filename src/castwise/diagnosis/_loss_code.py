@@ -236,6 +236,7 @@ class LossCode:
             code=help_.code,
             line="" if place is None else str(place),
             source="" if place is None else place.source,
+            samples=fault.samples,
         )
 
     def _line(self, nodes: list[Any], index: int) -> Place | None:
@@ -293,8 +294,9 @@ def _help(
     if fault.reads == "argument":
         such_as = "the targets" if has_models else "the batch or the targets"
         return Help("input", f"an argument of the loss, such as {such_as}, is not finite: check where it comes from")
-    advice = advice_on_op(fault.name, fault.name if is_of_backward else "", inputs)
-    is_in_fp16 = {each.dtype for each in (inputs if output is None else (output,))} == {"float16"}
+    outputs = () if output is None else (output,)
+    advice = advice_on_op(fault.name, fault.name if is_of_backward else "", inputs, outputs)
+    is_in_fp16 = {each.dtype for each in outputs or inputs} == {"float16"}
     if advice is UNKNOWN and is_in_fp16 and not fault.has_unknown_inputs:
         return loss_in_float32(line, device)
     code = line_with_bound(line, fault.name, advice, [given.dtype for given in inputs])

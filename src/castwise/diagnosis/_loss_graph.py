@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -80,6 +80,8 @@ class LossFault:
         reads: Where the first non-finite input comes from: "" if all known inputs are finite, so that the op itself is
             the origin; "model" or "argument".
         has_unknown_inputs: Whether an input is not known.
+        samples: Positions in the batch of the samples whose row of an argument is not finite; empty if that are all, or
+            if it does not have a row for each row of a model's output.
     """
 
     place: int
@@ -88,6 +90,7 @@ class LossFault:
     output: torch.Tensor | None
     reads: str
     has_unknown_inputs: bool
+    samples: tuple[int, ...] = ()
 
 
 def saved_by(node: Any) -> dict[str, Any]:
@@ -181,10 +184,20 @@ def first_fault(
         if reads == "model" and op.name in _PASSING:
             values.note_of_models(op.output)
             continue
-        found = LossFault(place, op.name, op.inputs, op.output, reads, op.has_unknown_inputs)
+        samples = _samples_of(bad, outputs.values()) if reads == "argument" else ()
+        found = LossFault(place, op.name, op.inputs, op.output, reads, op.has_unknown_inputs, samples)
         is_unknown = op.has_unknown_inputs and not reads
         return (values.division_by_zero(nodes[:place]) if is_unknown else None) or found
     return None
+
+
+def _samples_of(bad: Sequence[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    counts = {len(output) for output in outputs if output.dim()}
+    rows = next(
+        (tensor.isfinite().reshape(len(tensor), -1) for tensor in bad if tensor.dim() and len(tensor) in counts), None
+    )
+    at_fault = [] if rows is None else (~rows.all(1)).nonzero().flatten().tolist()
+    return () if rows is None or len(at_fault) == len(rows) else tuple(at_fault)
 
 
 def first_fault_of_backward(

@@ -121,6 +121,9 @@ _OF_RESULTS = (
     ),
 )
 
+_OF_NEGATIVE_BASE = (
+    "a power that is not a whole number of a negative number is NaN: keep its base positive, or clamp it"
+)
 _WHERE = "torch.where passes gradients of 0 to the branch that it does not take, and 0 * inf is NaN"
 _OF_GRADIENTS = {
     "sqrt": "the gradient of sqrt at 0 is inf: add an epsilon inside, (x + 1e-8).sqrt()",
@@ -138,17 +141,20 @@ _OF_GRADIENTS = {
 }
 
 
-def advice_on_op(op: str, gradient_of: str, inputs: Sequence[Range]) -> str:
+def advice_on_op(op: str, gradient_of: str, inputs: Sequence[Range], outputs: Sequence[Range] = ()) -> str:
     """Return what to check or change, `UNKNOWN` if nothing is known of the op.
 
     Args:
         op: Name such as "aten.div".
         gradient_of: Name of the op of the forward whose gradient `op` computes; "" in a forward.
         inputs: Ranges of its floating-point inputs.
+        outputs: Ranges of its results, as far as they are known.
     """
     name, forward = _bare(op), _bare(gradient_of)
     if forward in _OF_GRADIENTS:
         return _OF_GRADIENTS[forward]
+    if name == "pow" and _has_negative(inputs) and any(given.nan for given in outputs):
+        return _OF_NEGATIVE_BASE
     advice = (rule.advice for rule in _OF_RESULTS if name in rule.ops and rule.applies(inputs))
     return next(advice, UNKNOWN)
 

@@ -116,14 +116,14 @@ class MicroBatch:
             past=Past(self._usual_size(), self.trials, weights),
         )
         if diagnosis.samples:
-            diagnosis = replace(diagnosis, dataset_indices=self._dataset_indices(diagnosis.samples))
+            diagnosis = replace(diagnosis, dataset_indices=self.dataset_indices(diagnosis.samples))
         return diagnosis.named_within(self.name) if self.name else diagnosis
 
     def _usual_size(self) -> float | None:
         sizes = [size for size in (float(one) for one in self.usual) if math.isfinite(size)]
         return statistics.median(sizes) if sizes else None
 
-    def _dataset_indices(self, samples: Sequence[int]) -> tuple[Any, ...]:
+    def dataset_indices(self, samples: Sequence[int]) -> tuple[Any, ...]:
         """Return the samples' indices in the dataset; empty if one of them is not known."""
         tensors = [tensor for tensor, _ in self.inputs.versions if tensor.dim() and len(tensor) > max(samples)]
         for batch in self.loaded:
@@ -233,7 +233,10 @@ class MicroBatches:
             return None
         if loss_is_finite_of(cause):  # the scaled one may not be
             return self.losses.fault_of_backward()
-        return self.losses.fault(of_model=of_model)
+        fault = self.losses.fault(of_model=of_model)
+        if fault is not None and fault.samples and len(self._batches) == 1:
+            return replace(fault, dataset_indices=self._batches[0].dataset_indices(fault.samples))
+        return fault
 
     def _with_other_weights(self, replayed: Diagnosis, scale: float, step: int) -> Diagnosis:
         """Return what a replay with the weights of another step shows."""

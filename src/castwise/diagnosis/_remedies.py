@@ -56,7 +56,7 @@ def remedy_of(fault: Fault, scale: float) -> Help:
     low = low_precision(birth)
     if low and (birth.in_float32 is None or all(not found.nonfinite for found in birth.in_float32)):
         return _keep_in_float32(birth, low, fault.tensors[0].device.type)
-    advice = advice_on_op(birth.op, birth.gradient_of, birth.inputs)
+    advice = advice_on_op(birth.op, birth.gradient_of, birth.inputs, birth.outputs)
     code = line_with_bound(ScriptLine(birth.place), birth.op, advice, [given.dtype for given in birth.inputs])
     if birth.gradient_of and advice is not UNKNOWN:
         return Help("code", advice, code)
