@@ -404,7 +404,7 @@ def test_mistakes_are_reported_in_the_terminal_and_in_the_report(tmp_path: Path)
     counts, mistake, *_, edits, report = re.findall("^castwise: .*", after, re.MULTILINE)
     assert "; skipped: " in counts
     assert mistake.startswith(f"castwise: mistake: {script}:{line}: ")
-    assert edits == f"castwise: castwise fix {tmp_path / 'out'} prints 1 edit of the script for this:"
+    assert edits == f"castwise: castwise fix {tmp_path / 'out'} prints 1 edit of the script for this (untried):"
     assert f"{edits}\n              + scaler.unscale_(optimizer)\n" in after
     assert report == f"castwise: report: {run_in(tmp_path / 'out') / 'report.html'}"
     assert f"correct: scaler.unscale_(optimizer)\n             {wrong}" in run.stderr

@@ -105,7 +105,7 @@ castwise: critical: Training is lost from step 87 on: ...
           Sample 5 of the batch, dataset[1574].
           Check for divisors that are 0, and add an epsilon.
           Tried on the batch of step 87: finite without sample 5.
-castwise: castwise fix prints 1 edit of the script for this:
+castwise: castwise fix prints 1 edit of the script for this (untried):
               + x = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12)
 castwise: report: castwise-run/20261126-013750-3357/report.html
 ```

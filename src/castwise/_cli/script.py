@@ -187,7 +187,7 @@ def _edits(out: Path, summary: Summary | None) -> list[str]:
         edits = sum(script.edits for script in scripts)
         new = scripts[0].new_lines() if edits == 1 else []
     where = "" if str(out) == RUNS else f" {shlex.quote(str(out))}"
-    text = f"castwise fix{where} prints {several(edits, 'edit')} of the script for this"
+    text = f"castwise fix{where} prints {several(edits, 'edit')} of the script for this (untried)"
     if 0 < len(new) <= _LINES_SHOWN:
         text = "\n".join([f"{text}:", *(f"    + {line}" for line in new)])
     return [text] if edits else []
