@@ -6,15 +6,13 @@ They meet over gloo, or over NCCL where there are two GPUs.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.accelerator.availability import DEVICE
 from tests.accelerator.training import CLIPPING, Counted, Training, batches, counted_step
+from tests.forked import Python
 
 import castwise
 from castwise.schedules import Dynamic, Headroom, Schedule
@@ -24,13 +22,10 @@ from castwise.schedules import Dynamic, Headroom, Schedule
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two processes have computed."""
     folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parents[2]
-    worker = [sys.executable, "-m", "tests.accelerator.ranks_worker"]
-    path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
-    ranks = [
-        subprocess.Popen([*worker, str(rank), str(folder)], cwd=root, env={**os.environ, "PYTHONPATH": path})
-        for rank in (0, 1)
-    ]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    ranks = [Python(["-m", "tests.accelerator.ranks_worker", rank, folder], root) for rank in (0, 1)]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.accelerator.availability import DEVICE, IS_SIMULATED
+from tests.forked import Python
 from torch import nn
 
 import castwise
@@ -136,13 +135,6 @@ def counted_step(training: Any, *, warm: int = 4) -> Counted:
 
 def castwise_command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run `castwise` in a process of its own."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, os.path.join(root, "src"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "castwise", *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    process = Python(["-m", "castwise", *arguments], cwd, COLUMNS=120)
+    printed, errors = process.communicate(timeout=120)
+    return subprocess.CompletedProcess(arguments, process.returncode, printed, errors)
