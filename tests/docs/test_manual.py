@@ -128,7 +128,7 @@ def test_the_notebook_is_a_page_with_its_outputs(built: Path) -> None:
     assert '<section id="find-a-nan-in-one-batch">' in page
 
 
-def test_a_page_that_is_wrong_is_noticed(tmp_path: Path) -> None:
+def test_a_page_that_is_wrong_is_noticed(tmp_path: Path, warm_python: None) -> None:
     (tmp_path / "conf.py").write_text(
         f"import sys\nsys.path[:0] = {[str(ROOT / 'docs' / '_ext'), str(ROOT)]!r}\n"
         "extensions = ['myst_parser', 'sphinx.ext.autodoc', 'results', 'prose_links']\nnitpicky = True\n"
