@@ -112,7 +112,7 @@ def test_the_start_page_opens_with_a_run_and_what_readers_get_and_its_figures_co
     rows = re.findall(r"<tr.*?</tr>", opening[places[-1] :], re.DOTALL)[1:]
     assert {re.sub(r"<[^>]+>|\s", "", row.partition("</td>")[0]) for row in rows} >= {"bf16", "fp16", "LoRA", "RL"}
     assert all('<a class="reference' in row.partition("</td>")[2] for row in rows)
-    for line in ("less time with", "bf16 inference", "reported to public projects", "bytes per parameter: weight"):
+    for line in ("less time with", "bf16 inference", "it was developed with", "bytes per parameter: weight"):
         assert line in sections[-1]
         assert line not in opening
 
