@@ -22,6 +22,7 @@ import sys
 import tempfile
 import types
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -56,11 +57,13 @@ os._exit(code)
 
 
 def serve(address: str, executable: str) -> None:
-    """Fork a process for each connection."""
+    """Fork a process for each connection, until the tests' process ends, which may be without a word."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
-    while True:
+    while parent.sentinel not in wait([listening, parent.sentinel]):
         connection, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
@@ -115,7 +118,7 @@ def _be(words: list[str], folder: str, environment: dict[str, str], executable: 
             if isinstance(error.code, str):
                 print(error.code, file=sys.stderr)
         except BaseException:
-            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+            sys.excepthook(*sys.exc_info())
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
