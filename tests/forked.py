@@ -119,8 +119,15 @@ def _python(arguments: list[str], folder: str, environment: dict[str, str], file
         become(lambda: runpy.run_path(script, run_name="__main__"), arguments, *files)
 
 
-def on_ranks(count: int, arguments: Sequence[object], folder: Path | None = None, timeout: float = 600.0) -> list[str]:
-    """Run `python ARGUMENTS` on so many ranks, without torchrun; returns what each has printed.
+def on_ranks(
+    count: int,
+    arguments: Sequence[object],
+    folder: Path | None = None,
+    timeout: float = 600.0,
+    *,
+    together: bool = False,
+) -> list[str]:
+    """Run `python ARGUMENTS` on so many ranks, without torchrun; returns what each has printed (see `Python`).
 
     Raises:
         AssertionError: One has failed or takes longer, with what all have printed.
@@ -128,7 +135,9 @@ def on_ranks(count: int, arguments: Sequence[object], folder: Path | None = None
     store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     of_all = {**meeting, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-    ranks = [Python(arguments, folder, **of_all, RANK=rank, LOCAL_RANK=rank) for rank in range(count)]
+    ranks = [
+        Python(arguments, folder, together=together, **of_all, RANK=rank, LOCAL_RANK=rank) for rank in range(count)
+    ]
     give_up = time.monotonic() + timeout
     try:
         while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):

@@ -285,6 +285,14 @@ def test_without_a_scaler_the_rank_at_fault_is_named_and_ranks_skip_the_same_ste
     assert skipped == [[4] if guard else []] * 2
 
 
+def test_of_a_fault_of_one_rank_the_others_do_not_speak_while_the_script_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ZEROS_ON_RANK_1.replace("(1, 4)", "(0, 4)"))
+    command = ["-m", "castwise", "run", "--out", tmp_path / "out", "train.py"]
+    first, other = on_ranks(2, command, tmp_path, together=True)
+    assert "castwise: step 4: In the forward, aten.div in module 1 gives nan, at " in first
+    assert other == "False\n"
+
+
 TRAINING = """import torch
 from torch.amp import GradScaler, autocast
 

@@ -390,7 +390,7 @@ class _LocalMonitor(Monitor):
             origin = diagnosis.module, diagnosis.op, diagnosis.line
             sample = f" {diagnosis.sample[:1].upper()}{diagnosis.sample[1:]}." if diagnosis.sample else ""
             text = f"{diagnosis.summary}{sample}"
-        elif facts.cause is not None and not facts.skipped and not self._origins_said:
+        elif facts.cause is not None and not facts.skipped and not self._origins_said and rank_now() == 0:
             origin, text = ("", "", ""), f"taken with an inf or NaN ({facts.cause})"
         else:
             return
