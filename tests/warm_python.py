@@ -37,7 +37,7 @@ while words[:1] == ["-u"]:
 read = ("PYTHONPATH", "PYTHONWARNINGS", "PYTHONHASHSEED", "PYTHONIOENCODING", "OMP_NUM_THREADS")
 kept = {kept!r}
 is_plain = words and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
-if not is_plain or any(os.environ.get(name) != kept.get(name) for name in read):
+if not is_plain or any(os.environ.get(name, "") != kept.get(name, "") for name in read):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})

@@ -41,8 +41,8 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
         called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
         command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser has no context
         message = " ".join(error.format_message().split()).rstrip(".")
-        is_script_s = command == "castwise check" and message.startswith("No such option")
-        hint = "; the script's own options follow `--`" if is_script_s else ""
+        may_be_the_scripts = command == "castwise check" and message.startswith("No such option")
+        hint = "; the script's own options follow `--`" if may_be_the_scripts else ""
         typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`{hint})", err=True)
         raise typer.Exit(error.exit_code) from None
 
