@@ -195,6 +195,7 @@ def test_the_wheel_alone_tells_its_version_and_what_the_command_line_needs(insta
     refused = run(command, "report")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.splitlines()[-1] == "castwise: the command line needs typer: pip install 'castwise[cli]'"
+    assert run(command, "check", "train.py").returncode == 125
 
 
 # What bash does at the tab key after `castwise re`.

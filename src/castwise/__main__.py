@@ -17,7 +17,7 @@ Usage: castwise [--version] [--help] COMMAND
 
 
 def main() -> None:
-    """Run the command line; without the `cli` extra, print how to install it and exit with 2.
+    """Run the command line; without the `cli` extra, print how to install it and exit with 2 (`check`: 125).
 
     `--help` and `--version` work without the extra and exit with 0.
     """
@@ -46,7 +46,7 @@ def _without_extra(arguments: list[str], missing: str) -> int:
         print(HELP, end="")
         return 0
     sys.stderr.write(f"castwise: the command line needs {missing}: pip install 'castwise[cli]'\n")
-    return 2
+    return 125 if arguments[:1] == ["check"] else 2  # git bisect run reads 2 as a verdict
 
 
 if __name__ == "__main__":

@@ -112,6 +112,19 @@ def test_what_is_no_golden_file_is_refused(content: bytes, tmp_path: Path) -> No
         Golden.load(tmp_path / "g")
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("settings", [[{}]]), ("settings", [5]), ("about", {"ranks": "two"}), ("steps", -1), ("steps", math.inf)],
+)
+def test_a_header_with_other_contents_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    golden_with(1, 1).save(tmp_path / "g")
+    with zipfile.ZipFile(tmp_path / "g") as archive:
+        header, values = json.loads(archive.read("header.json")), archive.read("values.bin")
+    (tmp_path / "g").write_bytes(zipped(header_json=json.dumps({**header, key: value}).encode(), values_bin=values))
+    with pytest.raises(ValueError, match="is not a golden file"):
+        Golden.load(tmp_path / "g")
+
+
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     golden_with(1, 1).save(tmp_path / "g")
     with zipfile.ZipFile(tmp_path / "g") as archive:

@@ -91,7 +91,7 @@ def test_the_command_names_the_commit_and_the_module(tmp_path: Path, monkeypatch
     assert code == 0, err
     found = json.loads(out)
     assert (found["commit"], found["kind"], found["where"]) == (commits[1], "different", "1, forward")
-    assert castwise("record", "train.py", "--bisect", "main~1..main")[0] == 2
+    assert castwise("record", "train.py", "--bisect", "main~1..main")[0] == 125
 
 
 def test_ops_are_compared_with_those_of_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from castwise._cli import app, run_command
+from castwise._cli import app, check_command, run_command
 
 SCRIPT = """
 import sys
@@ -90,6 +90,7 @@ def test_a_file_that_is_no_golden_file_is_refused_before_the_script_runs(words: 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("", "missing argument 'SCRIPT' (see `castwise check --help`)"),
         ("record", "give a script to record, as in `castwise check record train.py`"),
         ("record x.py --against g", "--against is for checking; `record` writes to --out"),
         ("x.py --steps 2", "--steps is for `castwise check record`; the golden file has the steps"),
@@ -109,8 +110,14 @@ def test_a_file_that_is_no_golden_file_is_refused_before_the_script_runs(words: 
         ),
     ],
 )
-def test_options_that_do_not_go_together_exit_with_2(line: str, said: str) -> None:
-    assert castwise(*line.split()) == (2, "", f"castwise check: {said}\n")
+def test_a_wrong_command_line_exits_with_125_because_git_bisect_reads_2_as_bad(line: str, said: str) -> None:
+    assert castwise(*line.split()) == (125, "", f"castwise check: {said}\n")
+
+
+def test_an_error_of_castwise_exits_with_125_and_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_command, "_run", lambda *_: 1 / 0)
+    code, out, err = castwise("train.py")
+    assert (code, out, err.splitlines()[-1]) == (125, "", "ZeroDivisionError: division by zero")
 
 
 def test_accept_prints_what_changed_and_records_it(words: tuple[str, ...], tmp_path: Path) -> None:

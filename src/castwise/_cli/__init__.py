@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import castwise
-from castwise._cli.check_command import check
+from castwise._cli.check_command import CANNOT_RUN, check
 from castwise._cli.compare_tune_commands import compare, tune
 from castwise._cli.demo_command import demo
 from castwise._cli.diagnose_command import diagnose
@@ -41,10 +41,11 @@ def _usage_errors_in_one_line(context: Any = None) -> Iterator[None]:
         called = ["castwise"] if context is None else ["castwise", context.invoked_subcommand]
         command = " ".join(called) if error.ctx is None else error.ctx.command_path  # the parser has no context
         message = " ".join(error.format_message().split()).rstrip(".")
-        may_be_the_scripts = command == "castwise check" and message.startswith("No such option")
+        is_check = command == "castwise check"  # whose exit code `git bisect run` reads
+        may_be_the_scripts = is_check and message.startswith("No such option")
         hint = "; the script's own options follow `--`" if may_be_the_scripts else ""
         typer.echo(f"{command}: {message[:1].lower()}{message[1:]} (see `{command} --help`{hint})", err=True)
-        raise typer.Exit(error.exit_code) from None
+        raise typer.Exit(CANNOT_RUN if is_check else error.exit_code) from None
 
 
 # typer would also force colours into a pipe if GITHUB_ACTIONS is set.
@@ -89,7 +90,7 @@ Exit codes (`castwise run` exits with the script's code, or with 1 if `--fail-on
 * 1: negative result (weights differ, no policy found, not the same computation, findings left to be corrected by hand),
   or error in the model
 * 2: invalid command line or input; the message says what to do
-* 125: `castwise check` cannot tell
+* 125: `castwise check` has no verdict, also because of an invalid command line
 * 130: Ctrl-C
 """
 

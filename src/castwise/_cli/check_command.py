@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 ACTIONS = ("record", "accept")
 GOLDEN = "golden.cwcheck"
-CANNOT_RUN, USER_ERROR = 125, 2
+CANNOT_RUN = 125
 
 
 @dataclass(frozen=True)
@@ -110,37 +111,41 @@ def check(
 ) -> None:
     """Check that a training script is the same function as when it was recorded, and as accurate.
 
-    Exits with 0 if it is both, with 1 if not, and with 125 if it cannot tell, as `git bisect run` expects. The
+    Exits with 0 if it is both, with 1 if not, and with 125 if there is no verdict, as `git bisect run` expects. The
     script must build its model, optimizer and data from fixed seeds. It is ended after the recorded steps.
     """
+    options = {"--against": against, "--steps": steps, "--ranks": ranks, "--out": out, "--bisect": bisect, "--ops": ops}
     try:
-        action, run = _parsed(script, arguments or [], module)
-        options = {"--against": against, "--steps": steps, "--ranks": ranks, "--out": out, "--bisect": bisect}
-        _check_options(action, {**options, "--ops": ops})
-        _check_launcher(run)
+        code = _run(*_parsed(script, arguments or [], module), options, as_json)
     except UserError as error:
         typer.echo(f"castwise check: {error}", err=True)
-        raise typer.Exit(USER_ERROR) from None
-    try:
-        if bisect is not None:
-            _bisect(run, bisect, against, as_json)
-            return
-        run.program()
-        if ops is not None:
-            _compare_ops(run, ops, steps or 2, ranks or 1, as_json)
-            return
-        if action == "record":
-            _print_golden(_record(run, steps or 3, ranks or 1, out or Path(GOLDEN)), as_json)
-            return
-        found = _check(run, against or Path(GOLDEN))
-        if action == "accept":
-            _accept(run, found, against or Path(GOLDEN), as_json)
-            return
-    except UserError as error:
-        typer.echo(f"castwise check: {error}", err=True)
-        raise typer.Exit(CANNOT_RUN) from None
-    _print(found, as_json)
-    raise typer.Exit(found.exit_code)
+        code = CANNOT_RUN
+    except Exception:  # with Python's own exit code, 1, a full disk would look like a verdict
+        traceback.print_exc()
+        code = CANNOT_RUN
+    raise typer.Exit(code)
+
+
+def _run(action: str, run: ScriptRun, options: dict[str, Any], as_json: bool) -> int:
+    """Do what is asked for, and return the exit code."""
+    _check_options(action, options)
+    _check_launcher(run)
+    against, steps, ranks = options["--against"], options["--steps"], options["--ranks"] or 1
+    if options["--bisect"] is not None:
+        _bisect(run, options["--bisect"], against, as_json)
+        return 0
+    run.program()
+    if options["--ops"] is not None:
+        _compare_ops(run, options["--ops"], steps or 2, ranks, as_json)
+        return 0
+    if action == "record":
+        _print_golden(_record(run, steps or 3, ranks, options["--out"] or Path(GOLDEN)), as_json)
+        return 0
+    found = _check(run, against or Path(GOLDEN))
+    if action == "accept":
+        _accept(run, found, against or Path(GOLDEN))
+    typer.echo(json.dumps(found.as_dict()) if as_json else "\n".join(found.lines()))
+    return 0 if action == "accept" else found.exit_code
 
 
 def _parsed(script: str, arguments: list[str], is_module: bool) -> tuple[str, ScriptRun]:
@@ -228,12 +233,11 @@ def _record(run: ScriptRun, steps: int, ranks: int, out: Path) -> Golden:
     return golden
 
 
-def _accept(run: ScriptRun, found: CheckResult, path: Path, as_json: bool) -> None:
-    """Record again, and print what has changed since the last recording."""
+def _accept(run: ScriptRun, found: CheckResult, path: Path) -> None:
+    """Record again, if anything has changed."""
     if found.kind != "identical":
         before = _load(path)
         _record(run, before.steps, int(before.about.get("ranks", 1)), path)
-    _print(found, as_json)
 
 
 def _bisect(run: ScriptRun, commits: str, against: Path | None, as_json: bool) -> None:
@@ -295,11 +299,3 @@ def _print_golden(golden: Golden, as_json: bool) -> None:
             f"recorded {golden.steps} steps in {golden.dtype}: {len(golden.probes)} probes, of which "
             f"{facts['left_out']} are rounding noise and will not be compared"
         )
-
-
-def _print(found: CheckResult, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(found.as_dict()))
-    else:
-        for line in found.lines():
-            typer.echo(line)

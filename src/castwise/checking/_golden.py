@@ -129,7 +129,9 @@ class Golden:
                 values = _read(archive, _VALUES)
             version = int(header["format"])
             golden = cls._of(header, values) if version <= FORMAT else None
-        except (zipfile.BadZipFile, KeyError, TypeError, IndexError, AttributeError, ValueError, struct.error) as error:
+        except OSError:
+            raise
+        except Exception as error:  # any that the parsers of an untrusted file may raise
             raise ValueError(f"{path} is not a golden file of `castwise check record`: {error}") from None
         if golden is None:
             raise ValueError(f"{path} has format {version}, which needs a newer version of castwise")
@@ -139,7 +141,9 @@ class Golden:
     def _of(cls, header: dict[str, Any], values: bytes) -> Golden:
         names = header["names"]
         golden = cls(int(header["steps"]), str(header["dtype"]), dict(header["about"]))
-        golden.settings, golden.digests = list(header["settings"]), list(header["digests"])
+        golden.settings, golden.digests = [_settings(step) for step in header["settings"]], list(header["digests"])
+        if golden.steps < 0 or int(golden.about.get("ranks", 1)) < 1:
+            raise ValueError(f"{golden.steps} steps on {golden.about['ranks']} ranks")
         golden.skipped = int(header["skipped"])
         golden.local = {str(name): float(error) for name, error in header["local"].items()}
         keys, at = [], 0
@@ -159,6 +163,18 @@ class Golden:
                     golden.errors[key], golden.spreads[key] = error, spread
         golden.left_out = {keys[i] for i in header["left_out"]}
         return golden
+
+
+def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "optimizer": str(group["optimizer"]),
+            "group": int(group["group"]),
+            "values": dict(group["values"]),
+            "params": list(group["params"]),
+        }
+        for group in groups
+    ]
 
 
 def refuse_foreign(path: Path) -> None:
