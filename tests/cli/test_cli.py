@@ -294,7 +294,6 @@ METAVARS = {
         "INVARIANT[=PATTERN]",
         "GOOD..BAD",
         "FOLDER|COMMIT",
-        "[mistake|warning|critical]",
     ),
 }
 

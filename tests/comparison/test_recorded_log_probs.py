@@ -158,6 +158,10 @@ def test_files_frames_and_lists_are_the_same(model: Experts, tmp_path: Path) -> 
     compressed = tmp_path / "rollout.jsonl.gz"
     compressed.write_bytes(gzip.compress(file.read_bytes()))
     assert read_records(compressed) == read_records(records)
+    for content in (file.read_bytes(), compressed.read_bytes()[:-20]):
+        compressed.write_bytes(content)
+        with pytest.raises(ValueError, match=r"rollout\.jsonl\.gz is not a complete gzip file"):
+            read_records(compressed)
     flat = [
         {"sequence": f"request-{number}", "token": token, "log_prob": value}
         for number, record in enumerate(records)

@@ -39,6 +39,12 @@ def test_outputs_are_counted_by_module() -> None:
     assert found["1"].zero == (hidden <= 0).sum().item()
     assert found["1"].largest == hidden.max().item()
     assert found[""] == found["2"]
+    in_fp32 = watch.dtypes
+    watch.watch()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+    watch.stop()
+    assert (in_fp32, watch.dtypes) == (dict.fromkeys(found, "float32"), dict.fromkeys(found, "bfloat16"))
 
 
 def test_hooks_are_there_only_while_it_watches() -> None:

@@ -361,6 +361,7 @@ def test_outputs_are_those_of_the_first_micro_batch_and_gradients_of_all() -> No
         "1": 10,
         "": 10,
     }
+    assert sample["dtypes"] == dict.fromkeys(sample["activations"], "float32")
     exact = training.model[0].weight.grad.abs().max().item()
     assert sample["gradients"]["0.weight"]["largest"] == pytest.approx(exact)
 

@@ -63,8 +63,10 @@ def test_parts_add_up_and_copies_count_once() -> None:
 
 
 def test_what_only_some_ranks_have_is_not_lost() -> None:
-    stages = [Measured(activations={"first": of(1.0)}), Measured(activations={"second": of(2.0)})]
-    assert combined(stages).activations == {"first": of(1.0), "second": of(2.0)}
+    first = Measured(activations={"first": of(1.0)}, dtypes={"first": "bfloat16"})
+    together = combined([first, Measured(activations={"second": of(2.0)})])
+    assert together.activations == {"first": of(1.0), "second": of(2.0)}
+    assert together.dtypes == {"first": "bfloat16"}
 
 
 def test_ranks_with_different_names_are_combined_in_order_of_first_occurrence() -> None:

@@ -360,23 +360,27 @@ def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_
     assert "losses" not in page_of(tmp_path, runs[0]).figures
 
 
-def bf16_outputs(at: int, width: int) -> dict[str, Any]:
-    """Statistics of a module whose outputs have so many significant bits."""
-    values = [math.ldexp(round(math.ldexp(x, width)), -width) for x in (1 + (37 * at % 100) / 101, 1 / (3 + at / 50))]
-    return {**recorded.stats(0.0, 1.0), "largest": float(f"{values[0]:.4g}"), "smallest": float(f"{values[1]:.4g}")}
-
-
 @pytest.mark.parametrize(
-    ("bits", "scale", "expected"), [(7, 1.0, "bf16"), (7, 2.0**14, "bf16"), (10, 2.0**14, "fp16"), (23, 1.0, "")]
+    ("dtype", "scale", "expected"),
+    [
+        ("bfloat16", 1.0, "bf16"),
+        ("bfloat16", 2.0**14, "bf16"),
+        ("float16", 2.0**14, "fp16"),
+        ("float16", 1.0, "fp16"),
+        ("", 2.0**14, "fp16"),
+        ("float32", 1.0, ""),
+        ("", 1.0, ""),
+    ],
 )
 def test_a_run_is_judged_by_the_format_that_it_computed_in(
-    bits: int, scale: float, expected: str, tmp_path: Path
+    dtype: str, scale: float, expected: str, tmp_path: Path
 ) -> None:
-    """Whether outputs are bf16 numbers is seen by their digits; too large for fp16 are the gradients of all runs."""
+    """Norms return fp32 in autocast regions; too large for fp16 are the outputs of all runs."""
     records = [step(i, None if scale == 1 else scale) for i in range(1, 13)]
     for i in range(1, 13):
         one = sample(i, scale, {"a": -16.0, "b": 4.0 if scale == 1 else -16.0}, {"a": 1.0, "b": 16.0})
-        one["activations"]["a"] = bf16_outputs(i, bits)
+        if dtype:
+            one["dtypes"] = {"a": dtype, **dict.fromkeys(("b", "norm", "lm"), "float32")}
         records.append(one)
     run = Run.read(write(tmp_path / "run", *records))
     view = RunView.of("run", 1, run, [*range(1, 13)])
@@ -393,7 +397,8 @@ def test_a_run_is_judged_by_the_format_that_it_computed_in(
     checked = [each["value"] for _, each in page.tags if "checked" in each and each["name"] in ("kind", "format")]
     assert checked == ["outputs" if is_judged else "gradients", expected or "fp16"]
     assert ("This run computed in bf16" in page.text) == (expected == "bf16")
-    assert ("does not show in which format" in page.text) == (not expected)
+    assert ("does not show in which format" in page.text) == (not expected and not dtype)
+    assert ("outputs of 4 of 4 modules" in page.text) == (dtype == "float32")
     assert ("would round to zero in fp16" in page.text) == (not is_judged)
 
 

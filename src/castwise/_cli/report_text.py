@@ -67,7 +67,7 @@ def _summary(facts: RunFacts) -> str:
         parts.append(f"loss {loss_text(facts.losses[-1])}, first {loss_text(facts.losses[0])}")
     parts.append(several(len(facts.run.samples), "sample"))
     if facts.computes_in == "bf16":
-        parts.append("computed in bf16, as its outputs show")
+        parts.append("computed in bf16")
     if facts.run.lost:
         parts.append(f"{several(facts.run.lost, 'record')} lost, because the disk was full")
     parts += [f"from step {alone.step:,} on, ranks are not recorded together: {alone.why}" for alone in facts.run.alone]

@@ -112,8 +112,9 @@ def run(
     fail_on: Annotated[
         list[str] | None,
         typer.Option(
-            metavar=f"[{'|'.join(LEVELS)}]",
-            help="Exit with 1 on a mistake, or on a finding of at least this severity; repeatable. [default: never]",
+            metavar="NAME",
+            help="Exit with 1 on a mistake (mistake), or on a finding of at least this severity (warning, critical); "
+            "repeatable. [default: never]",
             autocompletion=completing(*LEVELS),
         ),
     ] = None,

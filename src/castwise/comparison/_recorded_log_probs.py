@@ -120,8 +120,8 @@ class RecordedDrift(Shown):
                 f"{by.recorded:.3g}: they were not made in this precision"
             )
         return (
-            f"precision explains {percent(by.share)} of the mean square: {by.precision:.3g} of {by.recorded:.3g} nats; "
-            f"{by.left:.3g} are left for the engine"
+            f"precision explains {percent(by.share)} of the mean square: {by.precision:.3g} of {by.recorded:.3g} nats "
+            f"(root mean squares of the log ratio); {by.left:.3g} are left for the engine"
         )
 
     def _blocks(self) -> Iterator[Block]:

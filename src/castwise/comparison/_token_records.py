@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, starmap
@@ -127,6 +128,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{path}:{number} is not JSON: {error}") from error
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise ValueError(f"{path} is not a complete gzip file: {error}") from error
 
 
 def _of_mapping(where: str, row: Any) -> TokenRecord:

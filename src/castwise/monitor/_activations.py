@@ -34,10 +34,14 @@ class Activations:
 
     Args:
         model: The model with the modules.
+
+    Attributes:
+        dtypes: The dtype of each module's first output tensor, such as "bfloat16", since the last `watch`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.dtypes: dict[str, str] = {}
         self._guard = Guard()
         self._hooks = ModuleHooks(self._guard)
         self._inside: set[nn.Module] = set()
@@ -49,6 +53,7 @@ class Activations:
 
     def watch(self) -> None:
         """Start counting with the next forward."""
+        self.dtypes = {}
         compiled = {inner for module in self._model.modules() if is_compiled(module) for inner in module.modules()}
         modules = names.modules(self._model)
         # A copy or pickle of the model made between forwards must not have hooks that torch checks for either.
@@ -90,6 +95,7 @@ class Activations:
                     for tensor in _tensors(output):
                         self._counter.add(tensor)
                         self._counted.append(name)
+                        self.dtypes.setdefault(name, str(tensor.dtype).removeprefix("torch."))
             self._depth -= 1
             if self._depth == 0:
                 self._hooks.take_off(self._inside)

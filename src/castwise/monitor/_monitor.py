@@ -392,7 +392,8 @@ class Monitor:
         self._finish()  # the previous iteration is over now, even if some optimizers took no part
         if self._is_sampled(iteration.number):
             iteration.is_combined = True  # even if this rank fails to measure: the others wait for it
-            iteration.sample = Sample(self._model, self._activations.stop(), self._quantized.stop())
+            outputs, dtypes = self._activations.stop(), self._activations.dtypes
+            iteration.sample = Sample(self._model, outputs, self._quantized.stop(), dtypes)
         if self._is_sampled(iteration.number + 1):  # its forward runs before its first gradients are seen
             with self._guard:  # this iteration is measured anyway
                 self._activations.watch()

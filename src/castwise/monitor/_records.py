@@ -499,6 +499,7 @@ class SampleRecord(Record):
     activations: Mapping[str, Stats] = field(default_factory=dict)
     weights: Mapping[str, Update] = field(default_factory=dict)
     quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
@@ -521,8 +522,9 @@ class SampleRecord(Record):
         return replace(sample, gradients=gradients, modules=modules, activations=activations)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, with quantized layers if there are any."""
-        return {name: value for name, value in Record.to_json(self).items() if name != "quantized" or value}
+        """Return a JSON object, with quantized layers and dtypes if there are any."""
+        record = Record.to_json(self)
+        return {name: value for name, value in record.items() if name not in ("quantized", "dtypes") or value}
 
     def in_file(self) -> dict[str, Any]:
         """Return the JSON object for a file, with rounded numbers.
@@ -545,6 +547,7 @@ class SampleRecord(Record):
             **stats,
             "weights": _rounded(_plain(self.weights)),
             **({"quantized": _rounded(_plain(self.quantized))} if self.quantized else {}),
+            **({"dtypes": _plain(self.dtypes)} if self.dtypes else {}),
         }
 
 

@@ -27,12 +27,13 @@ class Layout:
         gradients: By parameter the number of distinct parts (see `_local_shards.Part`), and the shape of all parts
             together if it is known.
         modules: Names of the parameters that each module owns.
-        activations, updates, left_out: Names of modules and of parameters.
+        activations: Dtypes of outputs by module; "" if it is not known.
+        updates, left_out: Names of parameters.
     """
 
     gradients: Mapping[str, tuple[int | None, Sequence[int] | None]]
     modules: Mapping[str, Sequence[str]]
-    activations: Sequence[str]
+    activations: Mapping[str, str]
     updates: Sequence[str]
     left_out: Sequence[str]
 
@@ -51,7 +52,7 @@ def layout_of(measured: Measured) -> Layout:
     return Layout(
         {name: (part.distinct, part.shape) for name, part in measured.gradients.items()},
         measured.modules,
-        tuple(measured.activations),
+        {name: measured.dtypes.get(name, "") for name in measured.activations},
         tuple(measured.updates),
         tuple(measured.left_out),
     )
@@ -65,6 +66,7 @@ def joined(layouts: Mapping[int, Layout]) -> Layout:
     """
     gradients: dict[str, tuple[int | None, Sequence[int] | None]] = {}
     modules: dict[str, dict[str, None]] = {}
+    activations: dict[str, str] = {}
     for rank, layout in layouts.items():
         for name, (distinct, shape) in layout.gradients.items():
             known = gradients.setdefault(name, (distinct, shape))[1]
@@ -73,12 +75,15 @@ def joined(layouts: Mapping[int, Layout]) -> Layout:
                 raise NoExchangeError(f"{ranks_text([rank])} trains another model: {text}")
         for name, own in layout.modules.items():
             modules.setdefault(name, {}).update(dict.fromkeys(own))
+        for name, dtype in layout.activations.items():
+            activations.setdefault(name, dtype)
     return Layout(
         gradients,
         {name: tuple(own) for name, own in modules.items()},
+        activations,
         *(
             tuple(dict.fromkeys(name for layout in layouts.values() for name in getattr(layout, kind)))
-            for kind in ("activations", "updates", "left_out")
+            for kind in ("updates", "left_out")
         ),
     )
 
@@ -153,6 +158,7 @@ def unpack(layout: Layout, of_all: torch.Tensor, packed: Packed, quantized: Mapp
         {name: sums[number + 4 * index :][:4] for index, name in enumerate(layout.updates)},
         quantized,
         layout.left_out,
+        {name: dtype for name, dtype in layout.activations.items() if dtype},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ class Measured:
         updates: Results of `_updates.compare` by parameter; empty if the step was skipped.
         quantized: Results of `QuantizedSample.layers` by layer.
         left_out: Names of parameters whose gradients are partial sums, which only a collective could complete.
+        dtypes: Dtypes of outputs by module; see `Activations.dtypes`.
     """
 
     gradients: Mapping[str, OfGradient] = field(default_factory=dict)
@@ -58,6 +60,7 @@ class Measured:
     updates: Mapping[str, list[float]] = field(default_factory=dict)
     quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
     left_out: Sequence[str] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
 class Sample:
@@ -67,6 +70,7 @@ class Sample:
         model: The measured model.
         outputs: Results of `count` for the output tensors of each module.
         quantized: Measurements of layers with recipes, if there are any.
+        dtypes: Dtypes of outputs by module; see `Activations.dtypes`.
     """
 
     def __init__(
@@ -74,8 +78,9 @@ class Sample:
         model: nn.Module,
         outputs: Mapping[str, list[torch.Tensor]],
         quantized: QuantizedSample | None = None,
+        dtypes: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._model, self._quantized = model, quantized
+        self._model, self._quantized, self._dtypes = model, quantized, dtypes
         self._outputs = HostCopies({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
         self._parts: dict[str, tuple[int | None, tuple[int, ...] | None]] = {}  # distinct parts, and the shape of all
         self._left_out: list[str] = []
@@ -159,7 +164,7 @@ class Sample:
         }
         owned = {module: own for module, own in modules.items() if own}
         quantized = {} if self._quantized is None else self._quantized.layers()
-        return Measured(gradients, owned, activations, updates, quantized, self._left_out)
+        return Measured(gradients, owned, activations, updates, quantized, self._left_out, self._dtypes)
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for copies in self._gradients for key, counts in copies.wait().items()}
@@ -199,6 +204,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
             within one if the scale is not a power of two (see `Tally.divided_by`); the rest is exact.
         owned: Names of the parameters that each module owns.
         activations: Results of `Tally.stats` for modules' outputs, which are not scaled.
+        dtypes: Dtypes of modules' outputs, as torch names them; of those with several, the first.
         weights: Results of `_updates.update_of` by parameter.
         quantized: Results of `QuantizedSample.layers` on rank 0; only if layers have 8-bit or 4-bit recipes.
     """
@@ -217,6 +223,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         modules=modules,
         owned={module: tuple(own) for module, own in found.modules.items()},
         activations={name: outputs.stats() for name, outputs in found.activations.items()},
+        dtypes=found.dtypes,
         weights={name: update_of(numbers) for name, numbers in found.updates.items()},
         quantized=found.quantized,
     )

@@ -181,15 +181,19 @@ class RunView:
         return [*tiles, *self._range_tiles()]
 
     def _range_tiles(self) -> list[tuple[str, str, str]]:
-        """Return tiles of headroom and underflow in the format of the run; if that is not known, one that says so."""
+        """Return tiles of headroom and underflow in the 16-bit format of the run; without one, a tile that says so."""
         name = self.facts.computes_in
         finite = [ranges for ranges in self.facts.gradients.values() if ranges.samples]
         if not finite:
             return []
         if not name:
             largest = max(finite, key=lambda ranges: ranges.largest)
+            of_outputs = ("not known", "not recorded; no scaled loss")
+            if returned := self.facts.returned:
+                dtype, modules = returned.most_common(1)[0]
+                of_outputs = (dtype, f"outputs of {modules:,} of {several(returned.total(), 'module')}")
             return [
-                ("Format", "not known", "not recorded; no scaled loss"),
+                ("Format", *of_outputs),
                 ("Largest gradient", f"{largest.largest:.2g}", _tile(largest.module)),
             ]
         tightest = min(finite, key=lambda ranges: ranges.headroom_bits)
@@ -206,7 +210,11 @@ class RunView:
         if self.facts.computes_in == "fp16" or not self.facts.run.samples:
             return ""
         if self.facts.computes_in:
-            return "This run computed in bf16, as the digits of its outputs show; other formats show what would be."
+            return "This run computed in bf16; other formats show what would be."
+        if self.facts.returned:
+            return (
+                f"Most modules returned {self.facts.returned.most_common(1)[0][0]}: other formats show what would be."
+            )
         return "The record does not show in which format this run computed: choose the one that it did."
 
     @property

@@ -17,13 +17,15 @@ from castwise.monitor import _causes as causes
 from castwise.monitor._formats import FP16, LOW_PRECISION
 from castwise.monitor._recorded_run import Run
 from castwise.monitor._records import SampleRecord, Stats, StepRecord, nearest_exponent
-from castwise.report._bf16_outputs import are_bf16
 from castwise.report._diagnosed import Diagnosed, diagnosed
 from castwise.report._divergence import Growth, find_divergence
 from castwise.report._skips import Finding, Skips, assign, by_cause, grouped, skips_at_end
 from castwise.report._underflow import Underflow
 
 HUGE = 1e15
+# Norms, embeddings and what adds to a residual stream return fp32 in autocast regions.
+_ENOUGH_MODULES = 0.25
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 WHOLE_MODEL = "(whole model)"
 
 
@@ -263,14 +265,20 @@ class RunFacts:
     def computes_in(self) -> str:
         """The format in which the run computed: "fp16", "bf16", or "" if the record does not show it.
 
-        Gradients that end at fp16's smallest number are of fp16; otherwise outputs that have the digits of bf16 are of
-        bf16. A scaled loss is a sign of fp16 too. What is left is fp32, or fp16 or bf16 with too few samples.
+        It is the more frequent of the two if at least a quarter of the modules returned it. Records without dtypes are
+        of fp16 if gradients end at fp16's smallest number, or if the loss was scaled.
         """
-        if self.has_cut_off:
-            return "fp16"
-        if are_bf16(self.run.samples):
-            return "bf16"
-        return "fp16" if self.is_scaled else ""
+        returned = self.returned
+        name, modules = max(((name, returned[name]) for name in ("bf16", "fp16")), key=lambda pair: pair[1])
+        if modules and modules >= _ENOUGH_MODULES * returned.total():
+            return name
+        return "fp16" if self.has_cut_off or self.is_scaled else ""
+
+    @cached_property
+    def returned(self) -> Counter[str]:
+        """Number of modules by the dtype of their output, such as "bf16"; empty if the record has no dtypes."""
+        dtypes = {module: dtype for sample in self.run.samples for module, dtype in sample.dtypes.items()}
+        return Counter(_SHORT.get(dtype, dtype) for dtype in dtypes.values())
 
     @property
     def has_cut_off(self) -> bool:
