@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from castwise.amp._after_step import AfterSteps, LastStep, advance_of
+from castwise.amp._after_step import AfterSteps, LastStep, scheduler_call
 from castwise.amp._readback import Flag
 
 
@@ -47,8 +47,8 @@ def test_arguments_of_all_kinds_reach_schedules_and_functions() -> None:
             calls.append(("step", args, kwargs))
 
     calls: list[Any] = []
-    advance_of(Schedule(), (1,), {"epoch": 2})()
-    advance_of(lambda *args, **kwargs: calls.append(("function", args, kwargs)), (3,), {"by": 4})()
+    scheduler_call(Schedule(), (1,), {"epoch": 2})()
+    scheduler_call(lambda *args, **kwargs: calls.append(("function", args, kwargs)), (3,), {"by": 4})()
     assert calls == [("step", (1,), {"epoch": 2}), ("function", (3,), {"by": 4})]
 
 
@@ -65,4 +65,4 @@ def test_arguments_of_all_kinds_reach_schedules_and_functions() -> None:
 )
 def test_what_cannot_be_advanced_is_refused(scheduler: object, text: str) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
-        advance_of(scheduler, (), {})
+        scheduler_call(scheduler, (), {})

@@ -244,7 +244,7 @@ def test_only_the_closure_is_replaced_among_the_arguments_of_a_step() -> None:
 def test_facts_are_on_an_optimizer_for_its_step_alone() -> None:
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
     optimizer.grad_scale = "mine"
-    with closures.given(optimizer, grad_scale="ours", found_inf="found"):  # type: ignore[arg-type]  # anything is a fact
+    with closures.temporary_attributes(optimizer, grad_scale="ours", found_inf="found"):  # type: ignore[arg-type]  # anything is a fact
         assert (optimizer.grad_scale, optimizer.found_inf) == ("ours", "found")
     assert not hasattr(optimizer, "grad_scale")
     assert not hasattr(optimizer, "found_inf")
@@ -252,7 +252,7 @@ def test_facts_are_on_an_optimizer_for_its_step_alone() -> None:
     error = KeyError("in the step")
     with (
         pytest.raises(KeyError, match="in the step") as caught,
-        closures.given(optimizer, grad_scale=None, found_inf=None),
+        closures.temporary_attributes(optimizer, grad_scale=None, found_inf=None),
     ):
         raise error
     assert caught.value is error

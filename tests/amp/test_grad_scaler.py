@@ -363,6 +363,8 @@ def test_a_disabled_scaler_passes_through_and_answers_everything() -> None:
     loss.backward()
     scaler.unscale_(optimizer)
     scaler.unscale_(optimizer)
+    scaler.step_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert not param._post_accumulate_grad_hooks  # none is needed, as nothing is unscaled
     scaler.step(optimizer, lambda: None)
     scaler.step(optimizer)
     scaler.update()

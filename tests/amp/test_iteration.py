@@ -1,4 +1,4 @@
-"""`Iteration`, the records of optimizers, and what is kept of an optimizer for good: each made by hand."""
+"""`ScalerIteration`, the records of optimizers, and what is kept of an optimizer for good: each made by hand."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.amp.scalers import Fused, scaled, weight
 from torch.amp.grad_scaler import OptState
 
 from castwise.amp._iteration import (
-    Clipped,
-    Iteration,
+    ClipPending,
     KnownOptimizers,
     OptimizerRecord,
-    Skipped,
+    ScalerIteration,
+    SkipCalled,
     Snapshot,
     Stepped,
     Unscaled,
@@ -36,7 +36,7 @@ class TakesScaler(Fused):
 
 def record_of(*params: torch.nn.Parameter) -> OptimizerRecord:
     optimizer = torch.optim.SGD(params)
-    return OptimizerRecord(optimizer, KnownOptimizers().info(optimizer))
+    return OptimizerRecord(optimizer, KnownOptimizers().register(optimizer))
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_how_an_optimizer_wants_to_step_is_asked_in_each_iteration(
 def test_optimizers_are_known_by_number_and_not_kept() -> None:
     known = KnownOptimizers()
     first, second = torch.optim.SGD([weight(1.0)]), torch.optim.SGD([weight(1.0)])
-    assert [known.info(optimizer).number for optimizer in (first, second, first)] == [0, 1, 0]
+    assert [known.register(optimizer).number for optimizer in (first, second, first)] == [0, 1, 0]
     gone = weakref.ref(first)
     del first
     gc.collect()
     assert gone() is None
-    assert known.info(torch.optim.SGD([weight(1.0)])).number == 2
+    assert known.register(torch.optim.SGD([weight(1.0)])).number == 2
 
 
 def test_an_optimizer_that_nothing_was_done_with_is_as_torchs_entry() -> None:
@@ -91,7 +91,7 @@ def test_a_stage_that_a_tool_writes_becomes_the_matching_state(written: OptState
     optimizer = Fused([param])
     scaler.clip_grad_norm_(optimizer, 1.0)
     record = scaler._iteration.records[id(optimizer)]
-    states = {OptState.READY: Clipped, OptState.UNSCALED: Unscaled, OptState.STEPPED: Stepped}
+    states = {OptState.READY: ClipPending, OptState.UNSCALED: Unscaled, OptState.STEPPED: Stepped}
     scaler._per_optimizer_states[id(optimizer)]["stage"] = written
     assert type(record.state) is states[written]  # clipping is not lost when its own stage is written
     assert record["stage"] is written
@@ -145,29 +145,29 @@ def test_a_state_without_an_optimizer_refuses_what_is_none_of_torchs() -> None:
 )
 def test_the_words_for_calls_after_the_step(name: str, skipped: bool, text: str) -> None:
     record = record_of(weight(1.0))
-    record.state = Skipped() if skipped else Stepped()
+    record.state = SkipCalled() if skipped else Stepped()
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         record.refuse(name)
 
 
 def test_an_iteration_knows_whether_anything_happened_but_skips() -> None:
-    iteration, record = Iteration(), record_of(weight(1.0))
+    iteration, record = ScalerIteration(), record_of(weight(1.0))
     assert not iteration.has_begun()
-    assert not iteration.has_only_skips()
+    assert not iteration.has_only_skip_calls()
     iteration.records[id(record.optimizer)] = record
     assert not iteration.has_begun()
-    record.state = Skipped()
+    record.state = SkipCalled()
     assert iteration.has_begun()
-    assert iteration.has_only_skips()
+    assert iteration.has_only_skip_calls()
     other = record_of(weight(1.0))
     other.state = Unscaled()
     iteration.records[id(other.optimizer)] = other
-    assert not iteration.has_only_skips()
+    assert not iteration.has_only_skip_calls()
 
 
 @pytest.mark.parametrize("losses", [[], [1.5], [1.5, 2.0], [1.0, math.inf]])
 def test_losses_add_up_without_their_graphs(losses: list[float]) -> None:
-    iteration = Iteration()
+    iteration = ScalerIteration()
     for loss in losses:
         iteration.note_loss(torch.full((2,), loss / 2, dtype=torch.float64, requires_grad=True) * 1.0)
     iteration.note_loss(torch.ones((), dtype=torch.int64))

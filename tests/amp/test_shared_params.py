@@ -37,11 +37,11 @@ def test_in_the_first_iteration_any_parameter_may_turn_out_to_be_shared() -> Non
 def test_after_it_only_shared_ones_have_a_hook_and_users_of_one_optimizer_none() -> None:
     shared, (a, b, c) = SharedParams(), weights(3)
     shared.add([a, b], [])
-    shared.update()
+    shared.begin_iteration()
     assert not shared.watches
     assert [hooks_of(param) for param in (a, b, c)] == [0, 0, 0]
     shared.add([b, c], [[a, b]])
-    shared.update()
+    shared.begin_iteration()
     assert shared.watches
     assert [hooks_of(param) for param in (a, b, c)] == [0, 1, 0]
     shared.note_unscaled([a, b])
@@ -70,7 +70,7 @@ def test_a_condition_goes_with_the_mark_until_the_update() -> None:
     shared.note_unscaled([b])
     assert shared.unscaled[a] is found_inf
     assert shared.unscaled[b] is None
-    shared.update()
+    shared.begin_iteration()
     assert not shared.unscaled
 
 
@@ -87,7 +87,7 @@ def test_it_keeps_no_parameter_alive_beyond_the_iteration() -> None:
     shared.add([a], [])
     shared.add([a], [[a]])
     shared.note_unscaled([a])
-    shared.update()
+    shared.begin_iteration()
     gone = weakref.ref(a)
     del a
     gc.collect()
@@ -97,7 +97,7 @@ def test_it_keeps_no_parameter_alive_beyond_the_iteration() -> None:
 def test_a_parameter_that_turns_out_to_be_shared_later_counts_as_scaled_as_in_torch() -> None:
     shared, (a, b) = SharedParams(), weights(2)
     shared.add([a, b], [])
-    shared.update()
+    shared.begin_iteration()
     shared.mark([a, b])  # as a step with a closure does
     shared.add([b], [[a, b]])
     assert set(shared.unscaled) == {a}
@@ -109,6 +109,6 @@ def test_a_mark_holds_for_parameters_of_one_optimizer_as_well() -> None:
     shared.forget([a])
     assert set(shared.unscaled) == {b}
     assert shared.watches
-    shared.update()
+    shared.begin_iteration()
     assert not shared.unscaled
     assert not shared.watches

@@ -19,7 +19,7 @@ from castwise import Policy
 from castwise.amp._emulation import SETTLED
 from castwise.amp._thread_state import THREAD
 from castwise.comparison._interrupts import Interrupts
-from castwise.policy._bound_policy import is_bound_to
+from castwise.policy._bound_policy import find_bound
 
 POLICY = Policy(compute="bfloat16", modules={"0": "float32"})
 FOLDERS = ("/castwise/comparison/", "/castwise/tuning/", "/castwise/diagnosis/replay")
@@ -74,7 +74,7 @@ def state(model: nn.Module) -> list[Any]:
         [[id(tensor) for tensor in weights] for weights in rnn],
         [param.grad is None for param in model.parameters()],
         ["forward" in vars(module) for module in model.modules()],
-        is_bound_to(POLICY, model) is None,
+        find_bound(POLICY, model) is None,
         (THREAD.state, set(SETTLED), signal.getsignal(signal.SIGINT)),
         (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_rng_state().tolist()),
     ]

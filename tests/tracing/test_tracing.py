@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import castwise
 from castwise import Policy, WeightCache, policies
 from castwise._demo.gpt import example
-from castwise.policy._bound_policy import is_bound_to
+from castwise.policy._bound_policy import find_bound
 from castwise.tracing import Cast, Trace
 
 
@@ -306,10 +306,10 @@ def test_a_policy_that_was_bound_stays_so() -> None:
     model, policy = mlp(), Policy(compute="bfloat16", modules={"2": "float32"})
     bound = policy.bind(model)
     castwise.trace(model, torch.ones(3, 4), policy=policy)
-    assert is_bound_to(policy, model) is bound
+    assert find_bound(policy, model) is bound
     bound.unbind()
     castwise.trace(model, torch.ones(3, 4), policy=policy)
-    assert is_bound_to(policy, model) is None
+    assert find_bound(policy, model) is None
 
 
 def test_all_outputs_have_a_backward_and_none_may() -> None:

@@ -24,20 +24,20 @@ class LastStep:
     """One element each, not 0 if a gradient was not finite; empty if the scaler is disabled."""
     _flag: Flag | None = None
     _followers: list[object] = field(default_factory=list)
-    is_finite: bool | None = None
+    step_taken: bool | None = None
     """Whether the step was taken; None if the host has not read `found_infs`."""
 
-    def follow(self, follower: object) -> bool:
+    def claim(self, follower: object) -> bool:
         """Note that a scheduler advances because of this step; return False if it already has."""
         if any(follower is other for other in self._followers):
             return False
         self._followers.append(follower)
         return True
 
-    def is_skipped(self) -> Flag | None:
+    def skip_flag(self) -> Flag | None:
         """Return a flag for whether the step was skipped; None if the scaler is disabled. Reading it may wait."""
         if self._flag is None and self.found_infs:
-            known = None if self.is_finite is None else not self.is_finite
+            known = None if self.step_taken is None else not self.step_taken
             self._flag = Flag(self.found_infs, measure.combine(self.found_infs, self.found_infs[0]), known)
         return self._flag
 
@@ -56,10 +56,10 @@ class AfterSteps:
 
     def add(self, step: LastStep, call: Callable[[], object]) -> None:
         """Queue a call that is made if `step` was taken."""
-        self.calls.append(_Call(step.iteration, step.is_skipped(), call))
+        self.calls.append(_Call(step.iteration, step.skip_flag(), call))
 
     def run(self, updates: int | None = None) -> None:
-        """Run the calls whose step result has reached the host or is at least `DELAY` updates old.
+        """Run the calls whose step result is on the host from the start, or at least `DELAY` updates old.
 
         Args:
             updates: Number of updates so far. None runs all calls, which waits for the device.
@@ -74,7 +74,7 @@ class AfterSteps:
                 first.call()
 
 
-def advance_of(scheduler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
+def scheduler_call(scheduler: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
     """Return a function that advances a scheduler: by its `step`, or by a call if it is a function.
 
     Raises:

@@ -61,20 +61,20 @@ def put_back_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def given(optimizer: torch.optim.Optimizer, **facts: torch.Tensor | None) -> Iterator[None]:
+def temporary_attributes(optimizer: torch.optim.Optimizer, **attributes: torch.Tensor | None) -> Iterator[None]:
     """Set attributes of an optimizer for its step and remove them afterwards; if it raises, restore the old values."""
-    before = {name: getattr(optimizer, name) for name in facts if hasattr(optimizer, name)}
-    for name, value in facts.items():
+    before = {name: getattr(optimizer, name) for name in attributes if hasattr(optimizer, name)}
+    for name, value in attributes.items():
         setattr(optimizer, name, value)
     try:
         yield
     except BaseException:
-        for name in facts:
+        for name in attributes:
             delattr(optimizer, name)
         for name, value in before.items():
             setattr(optimizer, name, value)
         raise
-    for name in facts:  # as in torch, the step uses up a grad_scale that the user has set
+    for name in attributes:  # as in torch, the step uses up a grad_scale that the user has set
         delattr(optimizer, name)
 
 

@@ -57,8 +57,8 @@ class KnownOptimizers:
         self._count = 0
         self.shared = SharedParams()
 
-    def info(self, optimizer: torch.optim.Optimizer, *, is_scaled: bool = True) -> OptimizerInfo:
-        """Return the facts about an optimizer; a new one is watched if its gradients are scaled."""
+    def register(self, optimizer: torch.optim.Optimizer, *, is_scaled: bool = True) -> OptimizerInfo:
+        """Return the facts about an optimizer; of a new one, hooks watch the gradients if its gradients are scaled."""
         info = self._infos.get(id(optimizer))
         if info is None or info.optimizer() is not optimizer:
             self._infos = {key: known for key, known in self._infos.items() if known.optimizer() is not None}
@@ -105,7 +105,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Clipped:
+class ClipPending:
     """The gradients are still scaled: a fused step will unscale and clip them while it reads them."""
 
     stage: ClassVar[OptState] = OptState.READY  # torch has no such state, and its tools may still unscale
@@ -132,24 +132,24 @@ class Unscaled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stepped:
-    """The optimizer was stepped; it may have left the step out because of an inf or NaN."""
+    """The optimizer was stepped; the step may have been skipped because of an inf or NaN."""
 
     stage: ClassVar[OptState] = OptState.STEPPED
     awaits_unscaling: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Skipped:
+class SkipCalled:
     """`GradScaler.skip` was called, which does not count as a step."""
 
     stage: ClassVar[OptState] = OptState.STEPPED
     awaits_unscaling: ClassVar[bool] = False
 
 
-State: TypeAlias = Ready | Clipped | Unscaled | Stepped | Skipped
+State: TypeAlias = Ready | ClipPending | Unscaled | Stepped | SkipCalled
 
 
-class StateLikeTorchs(MutableMapping[str, Any]):
+class TorchStateMapping(MutableMapping[str, Any]):
     """An optimizer's state as a mapping that is copied as torch's dictionary is."""
 
     __slots__ = ()
@@ -174,7 +174,7 @@ def state_of(stage: object) -> State:
 
 
 @dataclass(slots=True, eq=False)
-class OptimizerRecord(StateLikeTorchs):
+class OptimizerRecord(TorchStateMapping):
     """An optimizer in one iteration; as a mapping, its state in torch: `stage` and `found_inf_per_device`."""
 
     optimizer: torch.optim.Optimizer
@@ -189,17 +189,17 @@ class OptimizerRecord(StateLikeTorchs):
     """fp32, one element each: not 0 if a gradient on the device is not finite. Tools may replace or write to them."""
     is_reduced: bool = True
     """Whether `found_inf_per_device` is already reduced over all ranks."""
-    before_later_loss: Snapshot | None = None
+    grads_before_later_loss: Snapshot | None = None
     """If a loss was scaled after clipping: the gradients at that moment, to which its backward must not add."""
-    is_finite: bool | None = None
+    step_taken: bool | None = None
     """Whether the step was taken; None if the host does not know."""
-    was_shown: bool = False
+    hooks_ran: bool = False
     """Whether the gradients hooks were called."""
     norm: torch.Tensor | None = None
     """The norm that clipping found."""
     largest: torch.Tensor | None = None
     """The largest magnitude of the unscaled gradients, if the schedule needs it: fp32, shape ()."""
-    norms: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
+    nonfinite_markers: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=list)
     """Parameters and a norm (or 0 or NaN) for each: shows the host later which gradients were not finite."""
 
     def __getitem__(self, name: str) -> Any:
@@ -216,7 +216,7 @@ class OptimizerRecord(StateLikeTorchs):
             self.state = state_of(value)
             if value is OptState.READY:  # as in torch, the gradients are to be unscaled, also those that were before
                 self.info.shared.forget(params_of(self.optimizer))
-                self.largest, self.before_later_loss = None, None
+                self.largest, self.grads_before_later_loss = None, None
 
     def __delitem__(self, name: str) -> None:
         raise TypeError(f"{name} cannot be deleted from an optimizer's state: set it instead")
@@ -232,49 +232,51 @@ class OptimizerRecord(StateLikeTorchs):
         # Clipping leaves the stage at READY but sets found_inf.
         return self.state.stage is not OptState.READY or bool(self.found_inf_per_device)
 
-    def note_flags(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
+    def note_nonfinite(self, flags: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
         """Record for each parameter whether its gradient is finite."""
-        self.norms = [(params, list(torch.where(are_finite, 0.0, math.nan).unbind())) for params, are_finite in flags]
+        self.nonfinite_markers = [
+            (params, list(torch.where(are_finite, 0.0, math.nan).unbind())) for params, are_finite in flags
+        ]
 
     def refuse(self, call: str) -> NoReturn:
         """Raise a RuntimeError for a call that comes after the optimizer was stepped or skipped."""
-        if isinstance(self.state, Skipped):
+        if isinstance(self.state, SkipCalled):
             raise RuntimeError(
                 f"{call}() is being called after skip() of the same optimizer: call scaler.update() first"
             )
-        torchs = torch_words.scaler(stage=OptState.STEPPED)
+        torch_scaler = torch_words.scaler(stage=OptState.STEPPED)
         nothing: Any = None  # torch looks at the stage first
         if call == "step":
             ours = RuntimeError("Call scaler.update() once per iteration, after the last step()")
-            raise torch_words.error(ours, lambda: torchs.step(nothing))
+            raise torch_words.error(ours, lambda: torch_scaler.step(nothing))
         hint = "all it before step(), or call scaler.update() first to begin a new iteration"
         if call == "unscale_":
-            raise torch_words.error(RuntimeError(f"C{hint}"), lambda: torchs.unscale_(nothing))
+            raise torch_words.error(RuntimeError(f"C{hint}"), lambda: torch_scaler.unscale_(nothing))
         raise RuntimeError(f"{call}() is being called after step() of the same optimizer: c{hint}")
 
 
 @dataclass(slots=True, eq=False)
-class Iteration:
+class ScalerIteration:
     """The state since the last `update()`, which replaces it as a whole."""
 
     records: dict[int, OptimizerRecord] = field(default_factory=dict)
     """By `id(optimizer)`; a record keeps its optimizer alive."""
     losses: list[torch.Tensor] = field(default_factory=list)
     """The losses that were given to `scale`, detached; fp32, shape ()."""
-    unseen: dict[int, UnseenState] = field(default_factory=dict)
+    unclaimed: dict[int, UnclaimedState] = field(default_factory=dict)
     """States that tools have written for optimizers without a record, by `id(optimizer)`."""
     compiled_loss: torch.Tensor | None = None
     """The sum of the losses from compiled code: Dynamo would recompile for each length of a list."""
 
     def has_begun(self) -> bool:
         """Return True if an optimizer was unscaled, clipped, stepped or skipped."""
-        written = any(state != UnseenState() for state in self.unseen.values())  # to read one is no beginning
+        written = any(state != UnclaimedState() for state in self.unclaimed.values())  # to read one is no beginning
         return written or any(record.has_begun() for record in self.records.values())
 
-    def has_only_skips(self) -> bool:
+    def has_only_skip_calls(self) -> bool:
         """Return True if optimizers were used, but only in `GradScaler.skip`."""
         begun = [record for record in self.records.values() if record.has_begun()]
-        return bool(begun) and all(isinstance(record.state, Skipped) for record in begun)
+        return bool(begun) and all(isinstance(record.state, SkipCalled) for record in begun)
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """Record a loss, to find the cause of a skipped step. Traced by Dynamo."""
@@ -311,20 +313,20 @@ class Iteration:
     def expect_later_backward(self) -> None:
         """Take a snapshot of the clipped gradients, now that the backward of another scaled loss may add to them."""
         for record in self.records.values():
-            if record.before_later_loss is not None:
+            if record.grads_before_later_loss is not None:
                 continue  # the gradients to compare with are those before the first later loss
             state = record.state
-            if isinstance(state, Clipped) or (isinstance(state, Unscaled) and state.is_clipped):
-                record.before_later_loss = Snapshot(params_and_grads(record.optimizer)[1])
+            if isinstance(state, ClipPending) or (isinstance(state, Unscaled) and state.is_clipped):
+                record.grads_before_later_loss = Snapshot(params_and_grads(record.optimizer)[1])
 
 
-def _reading(name: str) -> Any:
+def _refreshing(name: str) -> Any:
     """Return a method of `dict` that first looks up what the iteration's optimizers are at."""
     method = getattr(dict, name)
 
     @functools.wraps(method)
     def read(self: OptimizerStates, *arguments: Any) -> Any:
-        self.look_up()
+        self.refresh()
         return method(self, *arguments)
 
     return read
@@ -337,28 +339,28 @@ class OptimizerStates(defaultdict[int, Any]):
     that was deleted stays as it was, for those who hold it, and can be put back.
     """
 
-    iteration: Iteration | None = None  # also after it has ended; None in a copy
+    iteration: ScalerIteration | None = None  # also after it has ended; None in a copy
 
     @staticmethod
-    def of(iteration: Iteration) -> OptimizerStates:
+    def of(iteration: ScalerIteration) -> OptimizerStates:
         """Return the states of an iteration."""
-        states = OptimizerStates(UnseenState)
+        states = OptimizerStates(UnclaimedState)
         states.iteration = iteration
         return states
 
-    def look_up(self) -> None:
+    def refresh(self) -> None:
         """Take the optimizers that torch would list; `__missing__` finds the others."""
         if self.iteration is None:
             return
         for key, record in self.iteration.records.items():
             if record.has_begun():
                 dict.__setitem__(self, key, record)
-        dict.update(self, self.iteration.unseen)
+        dict.update(self, self.iteration.unclaimed)
 
     def __missing__(self, key: int) -> Any:
         if self.iteration is None:
             return defaultdict.__missing__(self, key)
-        state = self.iteration.records.get(key) or self.iteration.unseen.setdefault(key, UnseenState())
+        state = self.iteration.records.get(key) or self.iteration.unclaimed.setdefault(key, UnclaimedState())
         dict.__setitem__(self, key, state)
         return state
 
@@ -368,7 +370,7 @@ class OptimizerStates(defaultdict[int, Any]):
             return
         if isinstance(state, OptimizerRecord) and id(state.optimizer) == key:  # one that was deleted
             self.iteration.records[key] = state
-            self.iteration.unseen.pop(key, None)
+            self.iteration.unclaimed.pop(key, None)
             if not state.state.awaits_unscaling:
                 state.info.shared.note_unscaled(params_of(state.optimizer))
             dict.__setitem__(self, key, state)
@@ -378,11 +380,11 @@ class OptimizerStates(defaultdict[int, Any]):
             self[key][name] = state[name]
 
     def __delitem__(self, key: int) -> None:
-        self.look_up()
+        self.refresh()
         dict.__delitem__(self, key)
         if self.iteration is None:
             return
-        self.iteration.unseen.pop(key, None)
+        self.iteration.unclaimed.pop(key, None)
         record = self.iteration.records.pop(key, None)
         if record is not None:  # as in torch, its gradients are to be unscaled
             record.info.shared.forget(params_of(record.optimizer))
@@ -394,16 +396,16 @@ class OptimizerStates(defaultdict[int, Any]):
         self.update(other)
         return self
 
-    __contains__, __len__, __iter__ = map(_reading, ("__contains__", "__len__", "__iter__"))
-    __eq__, __ne__, __repr__ = map(_reading, ("__eq__", "__ne__", "__repr__"))
+    __contains__, __len__, __iter__ = map(_refreshing, ("__contains__", "__len__", "__iter__"))
+    __eq__, __ne__, __repr__ = map(_refreshing, ("__eq__", "__ne__", "__repr__"))
     __hash__ = None  # type: ignore[assignment]  # as a dictionary
-    get, keys, values, items = map(_reading, ("get", "keys", "values", "items"))
+    get, keys, values, items = map(_refreshing, ("get", "keys", "values", "items"))
     # The methods of `dict` would not call those above.
     pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
 
-class UnseenState(StateLikeTorchs):
+class UnclaimedState(TorchStateMapping):
     """The state of an optimizer that has no record yet, or of its record once it has one."""
 
     def __init__(self) -> None:

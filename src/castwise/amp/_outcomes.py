@@ -24,7 +24,7 @@ from castwise.amp._readback import DELAY, Readback
 from castwise.amp._schedules import Schedule
 
 if TYPE_CHECKING:
-    from castwise.amp._iteration import Iteration, OptimizerRecord
+    from castwise.amp._iteration import OptimizerRecord, ScalerIteration
 
 _TOGETHER = 16  # steps whose results are sent together if no hook waits for them, as each transfer takes several ops
 
@@ -182,7 +182,7 @@ class Outcomes:
 
     def wants(self, step: OptimizerRecord) -> bool:
         """Return True if a step has to be reported: it was or may have been skipped, or there are hooks."""
-        if step.is_finite and not self.hooks:
+        if step.step_taken and not self.hooks:
             return False
         return not any(map(is_capturing, step.found_inf_per_device.values()))
 
@@ -191,7 +191,7 @@ class Outcomes:
         steps: list[OptimizerRecord],
         scale_before: torch.Tensor | None,
         scale: torch.Tensor | None,
-        iteration: Iteration,
+        iteration: ScalerIteration,
     ) -> None:
         """Record the steps of one iteration.
 
@@ -219,8 +219,8 @@ class Outcomes:
                         loss,
                         len(iteration.seen_losses()) > 1,
                         step.norm,
-                        [param for of_group, _ in step.norms for param in of_group],
-                        [norm for _, norms in step.norms for norm in norms],
+                        [param for of_group, _ in step.nonfinite_markers for param in of_group],
+                        [norm for _, norms in step.nonfinite_markers for norm in norms],
                     )
                 )
                 self._scale = scale

@@ -25,7 +25,7 @@ class SharedParams:
         self.unscaled: dict[torch.Tensor, torch.Tensor | None] = {}
         """By parameter: None, or the found_inf (fp32, one element) of a step that unscaled it only if that is 0."""
         self.watches = False
-        """Whether there are parameters for `note_unscaled` to note, or for `update` to forget."""
+        """Whether there are parameters for `note_unscaled` to note, or for `begin_iteration` to forget."""
 
     def add(self, params: list[torch.Tensor], of_others: Iterable[list[torch.Tensor]]) -> None:
         """Find which parameters of a new optimizer belong to known ones too, and watch all the others for now."""
@@ -63,7 +63,7 @@ class SharedParams:
         for param in params:
             self.unscaled.pop(param, None)
 
-    def update(self) -> None:
+    def begin_iteration(self) -> None:
         """Begin an iteration, in which all gradients are scaled."""
         self.unscaled.clear()
         for handle in self._newcomers.values():

@@ -5,9 +5,9 @@ The class orders the calls. `_gradients` collects the gradients, `_measure` does
 same decision, `_closures` runs steps with closures, `_outcomes` reports each step and the cause of a skip to the host,
 `_after_step` makes the calls that wait for such a report, and `_checkpoint` checks loaded states.
 
-The state of one iteration is an `Iteration`, which `update` replaces as a whole. In it, each optimizer has a record,
-whose `state` is a value of its own: `Ready`, then perhaps `Clipped` (which a fused step carries out) or `Unscaled`, and
-at last `Stepped` or `Skipped`.
+The state of one iteration is a `ScalerIteration`, which `update` replaces as a whole. In it, each optimizer has a
+record, whose `state` is a value of its own: `Ready`, then perhaps `ClipPending` (which a fused step carries out) or
+`Unscaled`, and at last `Stepped` or `SkipCalled`.
 
 Private attributes that torch's class also has keep their names and meaning, because subclasses and frameworks use them
 and even replace `_unscale_grads_` on an instance. Under `torch.compile` only `scale` is traced.
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast, overload
 
 import torch
-from torch.amp import grad_scaler as torchs
+from torch.amp import grad_scaler as torch_grad_scaler
 from torch.amp.grad_scaler import OptState
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
@@ -35,20 +35,20 @@ from castwise.amp import _checkpoint as checkpoint
 from castwise.amp import _closures as closures
 from castwise.amp import _measure as measure
 from castwise.amp import _torch_words as torch_words
-from castwise.amp._after_step import AfterSteps, LastStep, advance_of
+from castwise.amp._after_step import AfterSteps, LastStep, scheduler_call
 from castwise.amp._agreement import Agreement, Ranks
 from castwise.amp._checks import check_scale
 from castwise.amp._devices import amp_definitely_not_available, device_type, is_capturing
 from castwise.amp._fp32_steps import StepsInFP32, steps_in_fp32
 from castwise.amp._gradients import Gradients, Group, collect, params_and_grads, params_of
 from castwise.amp._iteration import (
-    Clipped,
-    Iteration,
+    ClipPending,
     KnownOptimizers,
     OptimizerRecord,
     OptimizerStates,
     Ready,
-    Skipped,
+    ScalerIteration,
+    SkipCalled,
     Snapshot,
     Stepped,
     Unscaled,
@@ -64,7 +64,7 @@ __all__ = ["GradScaler", "OptState"]
 INIT_SCALE, GROWTH_FACTOR, BACKOFF_FACTOR, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
 
-_ReplicatorInTorch: Any = getattr(torchs, "_MultiDeviceReplicator", object)  # for `isinstance`
+_ReplicatorInTorch: Any = getattr(torch_grad_scaler, "_MultiDeviceReplicator", object)  # for `isinstance`
 
 
 class _MultiDeviceReplicator(_ReplicatorInTorch):  # type: ignore[misc]  # a class, if torch has it
@@ -179,18 +179,18 @@ class GradScaler(torch.amp.GradScaler):
                 raise torch_words.error(ours, lambda: torch_words.scaler(*numbers)) from None
         if process_group is not None:
             self._set_agreement(Agreement(process_group, self._device, pipeline_stages))
-        self._forget_device_state()
+        self._reset_process_state()
         for observer in OBSERVERS:
             # A scaler that has disabled itself for lack of CUDA was still wanted.
             observer.scaler_made(self, wanted=wanted)
 
     _keeps_loss_dtype = False  # a loss of shape () in half precision becomes fp32, as in torch
 
-    def _forget_device_state(self) -> None:
+    def _reset_process_state(self) -> None:
         self._scale: torch.Tensor | None = None
         self._growth_tracker: torch.Tensor | None = None
         self._trackers: dict[str, torch.Tensor] = {}
-        self._iteration = Iteration()
+        self._iteration = ScalerIteration()
         self._optimizers = KnownOptimizers()
         self._scale_bound = ScaleBound()
         self._outcomes = Outcomes()
@@ -271,8 +271,8 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._growth_tracker is not None:
             ours = RuntimeError("the growth tracker is set but the scale is not: set both or neither")
-            torchs = torch_words.scaler(_growth_tracker=self._growth_tracker)
-            raise torch_words.error(ours, lambda: torchs._lazy_init_scale_growth_tracker(dev))
+            torch_scaler = torch_words.scaler(_growth_tracker=self._growth_tracker)
+            raise torch_words.error(ours, lambda: torch_scaler._lazy_init_scale_growth_tracker(dev))
         self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
         self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
         self._note_scale(self._init_scale)
@@ -293,8 +293,8 @@ class GradScaler(torch.amp.GradScaler):
                 f"{funcname}() needs a scale, which the first scale() creates: "
                 f"call scaler.scale(loss).backward() earlier in the iteration{or_stages}"
             )
-            torchs = torch_words.scaler(_scale=self._scale, _growth_tracker=self._growth_tracker)
-            raise torch_words.error(ours, lambda: torchs._check_scale_growth_tracker(funcname))
+            torch_scaler = torch_words.scaler(_scale=self._scale, _growth_tracker=self._growth_tracker)
+            raise torch_words.error(ours, lambda: torch_scaler._check_scale_growth_tracker(funcname))
         return self._scale, self._growth_tracker
 
     def _existing_scale(self) -> torch.Tensor:
@@ -304,8 +304,8 @@ class GradScaler(torch.amp.GradScaler):
 
     # -- the start of every call on an optimizer ----------------------------------------------------------------------
 
-    def _open(
-        self, optimizer: torch.optim.Optimizer, call: str, *arguments: object, shows: bool = True
+    def _begin_call(
+        self, optimizer: torch.optim.Optimizer, call: str, *arguments: object, runs_hooks: bool = True
     ) -> OptimizerRecord:
         """Check that a call is allowed now, run the gradients hooks, and return the optimizer's record.
 
@@ -313,23 +313,23 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: The optimizer of the call.
             call: The name of the public method.
             *arguments: Its other arguments, which must be the same on all ranks.
-            shows: Whether to run the hooks of `register_gradients_hook` now, before the gradients change.
+            runs_hooks: Whether to run the hooks of `register_gradients_hook` now, before the gradients change.
         """
         record = self._iteration.records.get(id(optimizer))
         if record is None:
             record = self._new_record(optimizer)
-        if isinstance(record.state, (Stepped, Skipped)):
+        if isinstance(record.state, (Stepped, SkipCalled)):
             record.refuse(call)
-        if record.before_later_loss is not None:
-            record = self._after_later_backward(record, record.before_later_loss, call)
-        if self._gradients_hooks and shows:
-            self._show_gradients(record)
+        if record.grads_before_later_loss is not None:
+            record = self._check_later_backward(record, record.grads_before_later_loss, call)
+        if self._gradients_hooks and runs_hooks:
+            self._run_gradients_hooks(record)
         if self._agreement is not None:
             self._agreement.note_call(call, record.info.number, *arguments)
         return record
 
-    def _new_record(self, optimizer: torch.optim.Optimizer, *, was_shown: bool = False) -> OptimizerRecord:
-        info = self._optimizers.info(optimizer)
+    def _new_record(self, optimizer: torch.optim.Optimizer, *, hooks_ran: bool = False) -> OptimizerRecord:
+        info = self._optimizers.register(optimizer)
         supports = bool(getattr(optimizer, UNSCALES_IN_STEP, False))  # read every time, as it may change
         takes_scaler = supports and info.wants_scaler
         record = OptimizerRecord(
@@ -337,18 +337,18 @@ class GradScaler(torch.amp.GradScaler):
             info,
             takes_scaler=takes_scaler,
             takes_grad_scale=supports and not takes_scaler,
-            was_shown=was_shown,
+            hooks_ran=hooks_ran,
         )
-        if self._iteration.unseen:
-            self._adopt_unseen(record)
+        if self._iteration.unclaimed:
+            self._adopt_unclaimed(record)
         self._iteration.records[id(optimizer)] = record
         if self._agreement is not None:
             self._agreement.watch(optimizer)
         return record
 
-    def _adopt_unseen(self, record: OptimizerRecord) -> None:
+    def _adopt_unclaimed(self, record: OptimizerRecord) -> None:
         """Give a new record the state that a tool has written for its optimizer in `_per_optimizer_states`."""
-        state = self._iteration.unseen.pop(id(record.optimizer), None)
+        state = self._iteration.unclaimed.pop(id(record.optimizer), None)
         if state is None:
             return
         found = state["found_inf_per_device"]
@@ -356,7 +356,7 @@ class GradScaler(torch.amp.GradScaler):
         if found:
             self._set_found_inf(record, found)
 
-    def _after_later_backward(self, record: OptimizerRecord, before: Snapshot, call: str) -> OptimizerRecord:
+    def _check_later_backward(self, record: OptimizerRecord, before: Snapshot, call: str) -> OptimizerRecord:
         """Start a new record if gradients were replaced after clipping; raise if a backward has added to them."""
         params, grads = params_and_grads(record.optimizer)
         written, later = before.changed(grads)
@@ -365,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
                 f"{call}() is being called after a backward has added to gradients that were already clipped: "
                 "clip only when all gradients of a step are accumulated"
             )
-        record.before_later_loss = None
+        record.grads_before_later_loss = None
         if not later:
             return record
         # A step cannot measure the later gradients; only clipping again on all ranks can.
@@ -374,13 +374,13 @@ class GradScaler(torch.amp.GradScaler):
         earlier = collect(record.optimizer, allow_fp16=True, agreement=self._agreement).without(
             {params[index] for index in later}
         )
-        if isinstance(record.state, Clipped):
+        if isinstance(record.state, ClipPending):
             found_inf = measure.combine(record.found_inf_per_device.values(), record.state.divisor)
             # A divisor that overflows would make zeros of gradients whose step is to be skipped.
             factor = torch.where(found_inf != 0, math.nan, measure.reciprocal(record.state.divisor))
             measure.multiply_(earlier.groups, factor, {})
         self._optimizers.shared.mark(earlier.params)
-        return self._new_record(record.optimizer, was_shown=record.was_shown)
+        return self._new_record(record.optimizer, hooks_ran=record.hooks_ran)
 
     # -- unscaling ----------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("unscale_")
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
-        record = self._open(optimizer, "unscale_")
+        record = self._begin_call(optimizer, "unscale_")
         if record.state.awaits_unscaling:
             self._unscale(record, allow_fp16=self._allow_fp16_gradients)
         elif isinstance(record.state, Unscaled) and record.state.allows_unscale_call:
@@ -409,8 +409,8 @@ class GradScaler(torch.amp.GradScaler):
             record.state = dataclasses.replace(record.state, allows_unscale_call=False)
         else:
             ours = RuntimeError("Call it once per step, and scaler.update() after the step")
-            torchs, nothing = torch_words.scaler(stage=OptState.UNSCALED), None  # torch looks at the stage first
-            raise torch_words.error(ours, lambda: torchs.unscale_(nothing))  # type: ignore[arg-type]
+            torch_scaler, nothing = torch_words.scaler(stage=OptState.UNSCALED), None  # torch looks at the stage first
+            raise torch_words.error(ours, lambda: torch_scaler.unscale_(nothing))  # type: ignore[arg-type]
 
     def _unscale(self, record: OptimizerRecord, *, allow_fp16: bool, allows_unscale_call: bool = False) -> None:
         """Unscale the gradients in place, and clip them if that was left to a fused step.
@@ -421,13 +421,16 @@ class GradScaler(torch.amp.GradScaler):
             allows_unscale_call: Whether the user may still call `unscale_`.
         """
         scale, state = self._existing_scale(), record.state
-        is_clipped = isinstance(state, Clipped)
-        found_by_clipping = list(record.found_inf_per_device.values()) if is_clipped else []
+        clip_pending = isinstance(state, ClipPending)
+        found_by_clipping = list(record.found_inf_per_device.values()) if clip_pending else []
         # Ranks have agreed on the result of clipping, so a later result of this rank must not replace it.
-        was_measured = self._agreement is not None and isinstance(state, Clipped) and self._is_measured(record, state)
-        if isinstance(state, Clipped) and state.factor is not None:  # it is too fine for 16-bit gradients
-            in_fp32 = cast(StepsInFP32, record.optimizer)
-            in_fp32._clip_once_unscaled(factor=state.factor * scale)
+        was_measured = (
+            self._agreement is not None
+            and isinstance(state, ClipPending)
+            and self._is_unchanged_since_clipping(record, state)
+        )
+        if isinstance(state, ClipPending) and state.factor is not None:  # it is too fine for 16-bit gradients
+            cast(StepsInFP32, record.optimizer)._clip_once_unscaled(factor=state.factor * scale)
             record.state = Ready()
         if self._replaces_unscaling():
             if self._rule.needs_largest:
@@ -451,7 +454,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         if state.awaits_unscaling:  # otherwise a tool has only checked them again
-            record.state = Unscaled(allows_unscale_call, is_clipped)
+            record.state = Unscaled(allows_unscale_call, is_clipped=clip_pending)
         if found_by_clipping:
             # What clipping found still skips the step.
             found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
@@ -493,17 +496,17 @@ class GradScaler(torch.amp.GradScaler):
         scale, unscaled = self._existing_scale(), self._optimizers.shared.unscaled
         if not record.state.awaits_unscaling:
             return [(torch.ones_like(scale), grads.groups)]
-        factor = measure.reciprocal(record.state.divisor if isinstance(record.state, Clipped) else scale)
+        factor = measure.reciprocal(record.state.divisor if isinstance(record.state, ClipPending) else scale)
         unscaled = {param: unscaled[param] for param in grads.params if param in unscaled} if unscaled else {}
         if not unscaled:
             return [(factor, grads.groups)]
         # What is left for gradients that are unscaled already: 1, or the clipping, rounded.
-        clips_only = factor * scale if isinstance(record.state, Clipped) else torch.ones_like(scale)
+        clip_factor = factor * scale if isinstance(record.state, ClipPending) else torch.ones_like(scale)
         parts = [(factor, grads.without(unscaled).groups)]
         for param, unless in unscaled.items():
             # A fused step that was skipped on the device has left its gradients scaled.
-            of_param = clips_only if unless is None else torch.where(unless.to(scale.device) != 0, factor, clips_only)
-            parts.append((of_param, grads.only({param}).groups))
+            kept = clip_factor if unless is None else torch.where(unless.to(scale.device) != 0, factor, clip_factor)
+            parts.append((kept, grads.only({param}).groups))
         return parts
 
     def _note_largest(self, record: OptimizerRecord, grads: Gradients) -> None:
@@ -540,7 +543,7 @@ class GradScaler(torch.amp.GradScaler):
     def _per_optimizer_states(self, states: Mapping[int, Any]) -> None:
         if isinstance(states, OptimizerStates) and states.iteration is self._iteration:  # after `|=`
             return
-        iteration = Iteration()  # an `update` written for torch's class ends an iteration with this assignment
+        iteration = ScalerIteration()  # an `update` written for torch's class ends an iteration with this assignment
         OptimizerStates.of(iteration).update(states)
         self._iteration = iteration
 
@@ -599,33 +602,35 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
-        record = self._open(optimizer, "clip_grad_norm_", max_norm, norm_type)
-        in_fp32 = cast(StepsInFP32, optimizer) if record.info.steps_in_fp32 else None
-        if in_fp32 is not None:
-            in_fp32._check_not_clipped_by_value()
+        record = self._begin_call(optimizer, "clip_grad_norm_", max_norm, norm_type)
+        fp32_optimizer = cast(StepsInFP32, optimizer) if record.info.steps_in_fp32 else None
+        if fp32_optimizer is not None:
+            fp32_optimizer._check_not_clipped_by_value()
         # A fused step computes in fp32, so fp16 gradients are allowed, as in torch.
         allow_fp16 = record.takes_grad_scale or self._allow_fp16_gradients
         grads = self._gradients_to_clip(record, norm_type, allow_fp16=allow_fp16)
         # A step would unscale a repeated gradient once per occurrence.
-        is_left_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
-        as_stepped = grads if in_fp32 is None or grads.repeat else grads.measured_in_fp32(in_fp32._unrounded_sum)
-        if isinstance(record.state, Clipped):
+        leaves_clip_to_step = record.takes_grad_scale and record.state.awaits_unscaling and not grads.repeat
+        measured = grads  # as the step will read them
+        if fp32_optimizer is not None and not grads.repeat:
+            measured = grads.measured_in_fp32(fp32_optimizer._unrounded_sum)
+        if isinstance(record.state, ClipPending):
             scaled_by = record.state.divisor  # clipped before: measure the gradients as that call would leave them
         else:
             scaled_by = scale if record.state.awaits_unscaling else torch.ones_like(scale)
-        clip, norms = self._measure_clip(record, as_stepped, scaled_by, max_norm, norm_type, not is_left_to_step)
+        clip, norms = self._measure_clip(record, measured, scaled_by, max_norm, norm_type, not leaves_clip_to_step)
         if error_if_nonfinite and (clip.found_inf or not clip.norm.isfinite()):
             raise RuntimeError(
                 f"the norm of order {norm_type} of the gradients is {clip.norm.item()}, so they cannot be clipped: "
                 "skip the step with error_if_nonfinite=False, or find the cause with castwise.diagnose()"
             )
-        if is_left_to_step:
+        if leaves_clip_to_step:
             factor = clip.factor(scaled_by) if record.info.steps_in_fp32 else None
-            record.state = Clipped(clip.divisor, factor, Snapshot(params_and_grads(optimizer)[1]))
+            record.state = ClipPending(clip.divisor, factor, Snapshot(params_and_grads(optimizer)[1]))
         else:
             clip = self._clip_now(record, grads, clip, scaled_by)
         record.found_inf_per_device, record.is_reduced = {scale.device: clip.found_inf}, True
-        record.norms, record.norm = norms, clip.norm
+        record.nonfinite_markers, record.norm = norms, clip.norm
         return clip.norm if not grads.groups else clip.norm.to(grads.groups[0].device)
 
     def _gradients_to_clip(self, record: OptimizerRecord, norm_type: float, *, allow_fp16: bool) -> Gradients:
@@ -639,8 +644,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._rule.needs_largest:
             self._note_largest(record, grads)
         has_unscaled = self._optimizers.shared.unscaled and self._has_unscaled(grads.params)
-        in_fp32 = norm_type != math.inf and any(map(measure.needs_unscaling, grads.groups))
-        if record.state.awaits_unscaling and (has_unscaled or in_fp32 or self._replaces_unscaling()):
+        sums_in_fp32 = norm_type != math.inf and any(map(measure.needs_unscaling, grads.groups))
+        if record.state.awaits_unscaling and (has_unscaled or sums_in_fp32 or self._replaces_unscaling()):
             self._unscale(record, allow_fp16=allow_fp16, allows_unscale_call=True)
             grads = collect(optimizer, allow_fp16=allow_fp16, sum_duplicates=True, agreement=agreement)
         return grads
@@ -669,7 +674,7 @@ class GradScaler(torch.amp.GradScaler):
                 found = measure.combine(found_here, scaled_by)
                 scaled_norm = torch.where(found.to(scaled_norm.device) != 0, math.inf, scaled_norm)
             # Part of the ranks' digest: other arguments on another rank raise.
-            call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._schedule())}"
+            call = f"clip_grad_norm_({max_norm}, {norm_type}) with {_text(self._refresh_schedule())}"
             scaled_norm = self._agreement.norm(scaled_norm, norm_type, call, grads.share)
         clip = measure.clip(scaled_norm, scaled_by, max_norm, torch.float64 if grads.is_double() else torch.float32)
         if found_before:
@@ -689,8 +694,7 @@ class GradScaler(torch.amp.GradScaler):
             clip = clip._replace(found_inf=measure.combine(found_infs, clip.found_inf))
             scaled_by = torch.ones_like(scaled_by)
         if record.info.steps_in_fp32 and not state.awaits_unscaling:
-            in_fp32 = cast(StepsInFP32, record.optimizer)
-            in_fp32._clip_once_unscaled(factor=clip.factor(scaled_by))
+            cast(StepsInFP32, record.optimizer)._clip_once_unscaled(factor=clip.factor(scaled_by))
         else:
             measure.multiply_(grads.groups, clip.factor(scaled_by), {clip.found_inf.device: clip.found_inf})
         if state.awaits_unscaling and self._optimizers.shared.watches:
@@ -725,7 +729,7 @@ class GradScaler(torch.amp.GradScaler):
         self._check_scale_growth_tracker("clip_grad_value_")
         for observer in OBSERVERS:
             observer.unscaling(self, optimizer)
-        record = self._open(optimizer, "clip_grad_value_", clip_value)
+        record = self._begin_call(optimizer, "clip_grad_value_", clip_value)
         allow_fp16 = record.info.steps_in_fp32 or self._allow_fp16_gradients
         collect(  # raises before anything is unscaled, and adds up duplicates of sparse gradients
             record.optimizer, allow_fp16=allow_fp16, allow_complex=False, sum_duplicates=True, agreement=self._agreement
@@ -733,14 +737,14 @@ class GradScaler(torch.amp.GradScaler):
         if record.info.steps_in_fp32:
             cast(StepsInFP32, optimizer)._clip_once_unscaled(clip_value=clip_value)
             return
-        self._unscale_now(record, allow_fp16=allow_fp16)
+        self._unscale_if_needed(record, allow_fp16=allow_fp16)
         with torch.no_grad():
             for group in collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement).groups:
                 if clip_value <= torch.finfo(group.dtype).max:  # else the dtype cannot hold it
                     torch._foreach_clamp_min_(group.tensors, -clip_value)
                     torch._foreach_clamp_max_(group.tensors, clip_value)
 
-    def _unscale_now(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
+    def _unscale_if_needed(self, record: OptimizerRecord, *, allow_fp16: bool) -> None:
         """Unscale gradients unless they already are, and still allow the user to call `unscale_`."""
         if record.state.awaits_unscaling:
             self._unscale(record, allow_fp16=allow_fp16, allows_unscale_call=True)
@@ -780,13 +784,13 @@ class GradScaler(torch.amp.GradScaler):
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not self._enabled:
             returned = optimizer.step(*args, **kwargs)
-            info = self._optimizers.info(optimizer, is_scaled=False)
+            info = self._optimizers.register(optimizer, is_scaled=False)
             self._last_step = info.last_step = LastStep(self.iteration)
             return returned
         closure = closures.closure_of(args, kwargs) if args or kwargs else None
         if closure is None:  # the closure's own scale() may be the first
             self._check_scale_growth_tracker("step")
-        record = self._open(optimizer, "step", shows=closure is None)
+        record = self._begin_call(optimizer, "step", runs_hooks=closure is None)
         if closure is not None:
             returned = self._step_with_closure(record, closure, args, kwargs)
             # Evaluations have replaced the record, and a closure may even have called update().
@@ -808,8 +812,9 @@ class GradScaler(torch.amp.GradScaler):
             returned = self._maybe_opt_step(optimizer, record, *args, **kwargs)
         record.state = Stepped()
         found_infs = list(record.found_inf_per_device.values())
-        is_finite = None if record.takes_grad_scale else record.is_finite
-        last = LastStep(self._outcomes.updates + 1, found_infs, is_finite=is_finite)
+        # A fused step's outcome comes with its flag on every device, as it must on accelerators.
+        step_taken = None if record.takes_grad_scale else record.step_taken
+        last = LastStep(self._outcomes.updates + 1, found_infs, step_taken=step_taken)
         self._last_step = record.info.last_step = last
         return returned
 
@@ -829,14 +834,14 @@ class GradScaler(torch.amp.GradScaler):
         """
         flags = record.found_inf_per_device.values()
         is_on_host = all(flag.is_cpu for flag in flags)
-        record.is_finite = not (any(map(torch.Tensor.item, flags)) if is_on_host else any_set(flags))
-        if not record.is_finite:
+        record.step_taken = not (any(map(torch.Tensor.item, flags)) if is_on_host else any_set(flags))
+        if not record.step_taken:
             params, grads = params_and_grads(record.optimizer)
             still_scaled_by = self._scale if record.state.awaits_unscaling else None
-            record.note_flags(measure.local_flags(params, grads, still_scaled_by))
+            record.note_nonfinite(measure.local_flags(params, grads, still_scaled_by))
             for observer in OBSERVERS:
                 observer.skipped(self, record.optimizer, is_scaled=still_scaled_by is not None)
-        return not record.is_finite
+        return not record.step_taken
 
     def _step_with_scale(self, record: OptimizerRecord, *args: Any, **kwargs: Any) -> Any:
         """Step an optimizer that unscales, clips and skips in its own step."""
@@ -845,18 +850,24 @@ class GradScaler(torch.amp.GradScaler):
             # One grad_scale applies to all its gradients, but some are already unscaled.
             self._unscale(record, allow_fp16=True)
         state = record.state
-        if isinstance(state, Ready) or (isinstance(state, Clipped) and not self._is_measured(record, state)):
+        if isinstance(state, Ready) or (
+            isinstance(state, ClipPending) and not self._is_unchanged_since_clipping(record, state)
+        ):
             self._check_inf_per_device(optimizer)
             state = record.state
         if self._agreement is not None:
             self._reduce_found_inf("step")
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
         may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)  # an accelerator decides without the host
-        facts = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
+        attributes = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
         # The factor does not contain a grad_scale that the user has set.
-        if isinstance(state, Clipped) and state.factor is not None and getattr(optimizer, "grad_scale", None) is None:
-            facts["grad_factor"] = state.factor
-        with closures.given(optimizer, **facts):
+        if (
+            isinstance(state, ClipPending)
+            and state.factor is not None
+            and getattr(optimizer, "grad_scale", None) is None
+        ):
+            attributes["grad_factor"] = state.factor
+        with closures.temporary_attributes(optimizer, **attributes):
             # Called even if it is skipped, as in torch: the optimizer reads found_inf and changes nothing.
             if may_be_skipped and isinstance(optimizer, torch.optim.SGD):
                 with closures.no_momentum_of_a_skipped_step(optimizer, found_inf):
@@ -868,12 +879,12 @@ class GradScaler(torch.amp.GradScaler):
             shared.note_unscaled(params_of(optimizer), unless=found_inf)
         return returned
 
-    def _is_measured(self, record: OptimizerRecord, state: Clipped) -> bool:
+    def _is_unchanged_since_clipping(self, record: OptimizerRecord, state: ClipPending) -> bool:
         """Return True if the gradients are still those that clipping has left to a fused step."""
-        is_measured = state.grads.matches(params_and_grads(record.optimizer)[1])
-        if self._agreement is not None and not is_measured:
+        is_unchanged = state.grads.matches(params_and_grads(record.optimizer)[1])
+        if self._agreement is not None and not is_unchanged:
             raise _changed_since_clipping()  # ranks decided on the earlier gradients, and one rank cannot check alone
-        return is_measured
+        return is_unchanged
 
     @never_traced
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
@@ -898,9 +909,9 @@ class GradScaler(torch.amp.GradScaler):
             self._note_largest(record, grads)
         divisor = self._grad_scale(record)
         found, norms = measure.check(grads.groups, torch.ones_like(scale) if divisor is None else divisor)
-        record.norms = norms
+        record.nonfinite_markers = norms
         state = record.state
-        if isinstance(state, Clipped) or (isinstance(state, Unscaled) and state.is_clipped):
+        if isinstance(state, ClipPending) or (isinstance(state, Unscaled) and state.is_clipped):
             # The result of clipping still counts, as it does for other optimizers.
             flags = [*record.found_inf_per_device.values(), *found.values()]
             found = {scale.device: measure.combine(flags, scale)}
@@ -916,7 +927,7 @@ class GradScaler(torch.amp.GradScaler):
             user_scale = torch.full_like(scale, user_scale)
         if not record.state.awaits_unscaling:  # unscaled already: only the user's own factor is left
             return user_scale
-        divisor = record.state.divisor if isinstance(record.state, Clipped) else scale
+        divisor = record.state.divisor if isinstance(record.state, ClipPending) else scale
         return divisor if user_scale is None else divisor * user_scale
 
     def _step_with_closure(
@@ -927,18 +938,18 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> Any:
         """Unscale and check gradients after every evaluation, also for a fused optimizer, which steps later."""
-        optimizer, was_shown = record.optimizer, record.was_shown
+        optimizer, hooks_ran = record.optimizer, record.hooks_ran
         allow_fp16 = self._allow_fp16_gradients or record.takes_grad_scale
         losses_before = list(self._iteration.losses)
 
         def evaluate() -> Any:
             # Every evaluation begins with scaled, unchecked gradients.
             self._iteration.losses[:] = losses_before  # its losses replace those of the evaluation before
-            return self._evaluate(self._new_record(optimizer, was_shown=was_shown), closure, allow_fp16=allow_fp16)
+            return self._evaluate(self._new_record(optimizer, hooks_ran=hooks_ran), closure, allow_fp16=allow_fp16)
 
         # Gradients clipped or unscaled before the step count as unscaled until an evaluation writes them.
-        if isinstance(record.state, Clipped):
-            self._unscale_now(record, allow_fp16=allow_fp16)
+        if isinstance(record.state, ClipPending):
+            self._unscale_if_needed(record, allow_fp16=allow_fp16)
         if isinstance(record.state, Unscaled):
             self._optimizers.shared.mark(params_of(optimizer))
         args, kwargs = closures.with_closure(args, kwargs, evaluate)
@@ -969,8 +980,8 @@ class GradScaler(torch.amp.GradScaler):
         record = self._iteration.records.get(id(optimizer), record)
         scale, _ = self._check_scale_growth_tracker("step")
         if self._gradients_hooks:
-            self._show_gradients(record)
-        self._unscale_now(record, allow_fp16=allow_fp16)
+            self._run_gradients_hooks(record)
+        self._unscale_if_needed(record, allow_fp16=allow_fp16)
         shared.mark(params)  # in case the next evaluation computes no gradients
         is_finite = closures.is_finite(loss)
         if not is_finite or self._agreement is not None:  # ranks agree on the loss as well
@@ -996,8 +1007,8 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        record = self._open(optimizer, "skip", shows=False)
-        record.state = Skipped()
+        record = self._begin_call(optimizer, "skip", runs_hooks=False)
+        record.state = SkipCalled()
 
     # -- the end of an iteration --------------------------------------------------------------------------------------
 
@@ -1027,28 +1038,30 @@ class GradScaler(torch.amp.GradScaler):
         steps = []
         for record in iteration.records.values():
             # Gradients that changed since clipping stay scaled.
-            if isinstance(record.state, Clipped) and record.state.grads.matches(params_and_grads(record.optimizer)[1]):
+            if isinstance(record.state, ClipPending) and record.state.grads.matches(
+                params_and_grads(record.optimizer)[1]
+            ):
                 self._unscale(record, allow_fp16=True)  # their fused step may come after this iteration
             found_infs += record.found_inf_per_device.values()
             # No flags: the optimizer took the scaler itself, or never called its closure.
             if isinstance(record.state, Stepped) and record.found_inf_per_device:
                 steps.append(record)
-        for state in iteration.unseen.values():
+        for state in iteration.unclaimed.values():
             found_infs += state["found_inf_per_device"].values()
         # A copy, because the scale moves in place; needed only for steps to report.
         scale_before = self._scale.clone() if self._scale is not None and any(map(outcomes.wants, steps)) else None
         # After skip() alone the scale stays; after no call at all, _move_scale raises.
-        if number is not None or found_infs or not iteration.has_only_skips():
+        if number is not None or found_infs or not iteration.has_only_skip_calls():
             self._move_scale(number, found_infs)
         outcomes.add(steps, scale_before, self._scale, iteration)
         if self._agreement is not None:
             self._agreement.note_update(number)
         # Before settle, which may raise ScaleExhausted: the iteration is over all the same.
-        self._iteration = Iteration()
+        self._iteration = ScalerIteration()
         if self._optimizers.shared.watches:
-            self._optimizers.shared.update()
-        has_to_wait = bool(self._after_steps.calls or outcomes.pending)
-        if has_to_wait and not (self._scale is not None and is_capturing(self._scale)):  # where the host may not wait
+            self._optimizers.shared.begin_iteration()
+        has_pending = bool(self._after_steps.calls or outcomes.pending)
+        if has_pending and not (self._scale is not None and is_capturing(self._scale)):  # where the host may not wait
             self._after_steps.run(outcomes.updates)
             outcomes.settle(self._rule, ranks_agree=self._agreement is not None)
 
@@ -1060,8 +1073,8 @@ class GradScaler(torch.amp.GradScaler):
                 f"new_scale must be a number or a one-element tensor on {self._device} without requires_grad, "
                 f"got {tuple(new_scale.shape)} on {new_scale.device.type}, requires_grad={new_scale.requires_grad}"
             )
-            torchs = torch_words.scaler(stage=OptState.READY, _device=self._device)
-            raise torch_words.error(ours, lambda: torchs.update(new_scale))
+            torch_scaler = torch_words.scaler(stage=OptState.READY, _device=self._device)
+            raise torch_words.error(ours, lambda: torch_scaler.update(new_scale))
         return check_scale("new_scale", new_scale.item())
 
     def _move_scale(self, new_scale: float | None, found_infs: list[torch.Tensor]) -> None:
@@ -1071,7 +1084,7 @@ class GradScaler(torch.amp.GradScaler):
             self._note_scale(new_scale)
         elif found_infs:
             trackers = {"growth_tracker": growth_tracker, **self._trackers}
-            schedule, found_inf = self._schedule(), measure.combine(found_infs, scale)
+            schedule, found_inf = self._refresh_schedule(), measure.combine(found_infs, scale)
             wants_more = schedule.needs_loss or schedule.needs_largest
             facts = self._iteration_facts(found_inf) if wants_more else IterationFacts(found_inf)
             if scale.is_cpu:
@@ -1079,7 +1092,9 @@ class GradScaler(torch.amp.GradScaler):
             else:
                 self._scale_bound.before_update(scale)
                 schedule.advance_(scale, trackers, facts)
-                is_finite = not self._iteration.unseen and all(map(_is_known_finite, self._iteration.records.values()))
+                is_finite = not self._iteration.unclaimed and all(
+                    map(_is_known_taken, self._iteration.records.values())
+                )
                 self._scale_bound.after_update(scale, functools.partial(schedule.lowest_after, is_finite=is_finite))
         else:
             ours = RuntimeError("Call scaler.step(optimizer) or scaler.unscale_(optimizer) before each update()")
@@ -1091,7 +1106,7 @@ class GradScaler(torch.amp.GradScaler):
         largest = measure.combine(found, found_inf) if found else torch.zeros_like(found_inf)
         loss_is_nonfinite = self._iteration.loss_is_nonfinite(found_inf)
         if self._agreement is not None:
-            call = f"update() with {_text(self._schedule())}"
+            call = f"update() with {_text(self._refresh_schedule())}"
             # Where it is not finite, found_inf is set and Headroom does not read it.
             known = torch.where(largest.isfinite(), largest, 0.0)
             loss_is_nonfinite, largest = self._agreement.maxima([loss_is_nonfinite, known], call)
@@ -1104,7 +1119,7 @@ class GradScaler(torch.amp.GradScaler):
         if records:
             flags = [flag for record in records for flag in record.found_inf_per_device.values()]
             # In place, in the tensors of the records.
-            self._agreement.any_(flags, f"{call}() with {_text(self._schedule())}")
+            self._agreement.any_(flags, f"{call}() with {_text(self._refresh_schedule())}")
         for record in records:
             record.is_reduced = True
 
@@ -1143,12 +1158,16 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             TypeError: `scheduler` has no `step` and is not a function, or it is a module.
         """
-        call = advance_of(scheduler, args, kwargs)
+        call = scheduler_call(scheduler, args, kwargs)
         optimizer = getattr(scheduler, "optimizer", None) if optimizer is None else optimizer
-        last = self._last_step if optimizer is None else self._optimizers.info(optimizer).last_step
+        last = (
+            self._last_step
+            if optimizer is None
+            else self._optimizers.register(optimizer, is_scaled=self._enabled).last_step
+        )
         is_function = not hasattr(scheduler, "step")
-        # `follow` also notes the scheduler, so that a step advances it once.
-        if last is not None and (self._is_recent(last) if is_function else last.follow(scheduler)):
+        # `claim` also notes the scheduler, so that a step advances it once.
+        if last is not None and (self._is_recent(last) if is_function else last.claim(scheduler)):
             self._after_steps.add(last, call)
         elif last is None and self._last_step is not None and not self._has_warned_of_unstepped:
             self._has_warned_of_unstepped = True
@@ -1160,8 +1179,8 @@ class GradScaler(torch.amp.GradScaler):
         self._after_steps.run(self._outcomes.updates)
 
     def _is_recent(self, step: LastStep) -> bool:
-        is_of_the_last = step.iteration == self.iteration - 1 and not self._iteration.seen_losses()
-        return step.iteration == self.iteration or is_of_the_last
+        is_of_previous = step.iteration == self.iteration - 1 and not self._iteration.seen_losses()
+        return step.iteration == self.iteration or is_of_previous
 
     @never_traced
     def synchronize(self) -> None:
@@ -1201,16 +1220,16 @@ class GradScaler(torch.amp.GradScaler):
         """
         return registered(self._gradients_hooks, hook)
 
-    def _show_gradients(self, record: OptimizerRecord) -> None:
-        if self._gradients_hooks and not record.was_shown:
+    def _run_gradients_hooks(self, record: OptimizerRecord) -> None:
+        if self._gradients_hooks and not record.hooks_ran:
             scale, _ = self._check_scale_growth_tracker("step")
             for hook in tuple(self._gradients_hooks.values()):
                 hook(record.optimizer, scale)
-            record.was_shown = True
+            record.hooks_ran = True
 
     # -- numbers ------------------------------------------------------------------------------------------------------
 
-    def _schedule(self) -> Schedule:
+    def _refresh_schedule(self) -> Schedule:
         """Return the schedule with the numbers that subclasses and frameworks may have set on the scaler."""
         rule = self._rule
         if isinstance(rule, Dynamic) and self._enabled:
@@ -1225,7 +1244,7 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def schedule(self) -> Schedule:
         """The schedule that moves the scale: the given one, or `schedules.Dynamic`."""
-        return self._schedule()
+        return self._refresh_schedule()
 
     @property
     def agrees(self) -> bool:
@@ -1328,7 +1347,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return f"{name}, enabled=False)"
         try:
-            rule = self._schedule()
+            rule = self._refresh_schedule()
         except (TypeError, ValueError):  # a subclass or a framework has set numbers that no schedule accepts
             rule = self._rule
         fp16 = ", allow_fp16_gradients=True" if self._allow_fp16_gradients else ""
@@ -1354,7 +1373,7 @@ class GradScaler(torch.amp.GradScaler):
         self.synchronize()
         for observer in OBSERVERS:
             observer.saved(self)
-        schedule, (steps, skips, skips_in_a_row) = self._schedule(), self._outcomes.counts
+        schedule, (steps, skips, skips_in_a_row) = self._refresh_schedule(), self._outcomes.counts
         numbers: dict[str, Any] = {
             "scale": self.get_scale(),
             "growth_factor": self._growth_factor,
@@ -1387,7 +1406,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return
-        saved = checkpoint.read(state_dict, self._schedule())
+        saved = checkpoint.read(state_dict, self._refresh_schedule())
         if self._agreement is not None:
             self._agreement.start(saved.scale, saved.growth_tracker, *saved.trackers.values())
         self._adopt(saved.schedule, saved.trackers)
@@ -1414,11 +1433,11 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         if self._enabled and self._iteration.has_begun():
             ours = RuntimeError("To pickle or copy it now, call scaler.update() first")
-            torchs = torch_words.scaler(_per_optimizer_states={0: {}})
-            raise torch_words.error(ours, torchs.__getstate__)
+            torch_scaler = torch_words.scaler(_per_optimizer_states={0: {}})
+            raise torch_words.error(ours, torch_scaler.__getstate__)
         # Leave out what belongs to this process. Numbers are kept, and move to a device on first use.
         fresh = object.__new__(type(self))
-        fresh._forget_device_state()
+        fresh._reset_process_state()
         state = {name: value for name, value in self.__dict__.items() if name not in vars(fresh)}
         if self._enabled:
             self.synchronize()
@@ -1435,7 +1454,7 @@ class GradScaler(torch.amp.GradScaler):
         if "_counts" not in state:
             self._take_over(state)
             return
-        self._forget_device_state()
+        self._reset_process_state()
         self._outcomes.counts = state.pop("_counts")
         self.__dict__.update(state)
 
@@ -1445,8 +1464,8 @@ class GradScaler(torch.amp.GradScaler):
         known = {name: state[f"_{name}"] for name in settings if f"_{name}" in state}  # a disabled one has no numbers
         GradScaler.__init__(self, state["_device"], **known)
         self._init_growth_tracker = state.get("_init_growth_tracker", 0)
-        of_torch = ("_scale", "_growth_tracker", "_per_optimizer_states")
-        self.__dict__.update({name: state[name] for name in state.keys() - vars(self).keys() - {*of_torch}})
+        torch_only = ("_scale", "_growth_tracker", "_per_optimizer_states")
+        self.__dict__.update({name: state[name] for name in state.keys() - vars(self).keys() - {*torch_only}})
 
 
 @functools.lru_cache(maxsize=8)
@@ -1454,8 +1473,8 @@ def _text(schedule: Schedule) -> str:
     return repr(schedule)
 
 
-def _is_known_finite(record: OptimizerRecord) -> bool:
-    return bool(record.is_finite)
+def _is_known_taken(record: OptimizerRecord) -> bool:
+    return bool(record.step_taken)
 
 
 def _changed_since_clipping() -> RuntimeError:

@@ -17,7 +17,7 @@ from castwise.amp._devices import has_autocast
 from castwise.amp._thread_state import THREAD
 from castwise.amp.autocast_mode import autocast
 from castwise.comparison._errors import local
-from castwise.policy._bound_policy import BoundPolicy, is_bound_to
+from castwise.policy._bound_policy import BoundPolicy, find_bound
 from castwise.policy._casting import in_native_state, native_state_of
 from castwise.policy._policy import Policy
 
@@ -205,11 +205,11 @@ def _bound_without_warning(policy: Policy, model: nn.Module) -> BoundPolicy:
 @contextmanager
 def temporarily_bound(policy: Policy, model: nn.Module) -> Iterator[BoundPolicy]:
     """Bind a policy inside the `with` block; a policy that is already bound stays bound."""
-    was_bound = is_bound_to(policy, model) is not None
+    was_bound = find_bound(policy, model) is not None
     try:
         yield _bound_without_warning(policy, model)
     finally:
-        bound = None if was_bound else is_bound_to(policy, model)
+        bound = None if was_bound else find_bound(policy, model)
         if bound is not None:
             bound.unbind()
 

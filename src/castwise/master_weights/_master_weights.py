@@ -34,7 +34,7 @@ from castwise._torch_private import (
     wraps_compiled,
 )
 from castwise._warnings import warn, warn_or_print
-from castwise.amp._closures import given, no_momentum_of_a_skipped_step
+from castwise.amp._closures import no_momentum_of_a_skipped_step, temporary_attributes
 from castwise.amp._iteration import Snapshot
 from castwise.amp._measure import check_bound, check_norm_type, reciprocal
 from castwise.amp.autocast_mode import autocast
@@ -668,7 +668,7 @@ class MasterWeights(torch.optim.Optimizer):
         with torch.no_grad(), ExitStack() as stack:
             if is_fused:
                 inner_scale = None if clips else scale
-                stack.enter_context(given(self._inner, grad_scale=inner_scale, found_inf=found_inf))
+                stack.enter_context(temporary_attributes(self._inner, grad_scale=inner_scale, found_inf=found_inf))
                 if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
                     stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
             for round_ in rounds:

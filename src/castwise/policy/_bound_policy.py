@@ -247,7 +247,7 @@ def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
     """Bind a policy to a model, or return the result of an earlier call if the model has not changed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    bound = is_bound_to(policy, model)
+    bound = find_bound(policy, model)
     if bound is not None:
         return bound
     new = BoundPolicy(policy, model)
@@ -259,7 +259,7 @@ def bind(policy: Policy, model: nn.Module) -> BoundPolicy:
     return new
 
 
-def is_bound_to(policy: Policy, model: nn.Module) -> BoundPolicy | None:
+def find_bound(policy: Policy, model: nn.Module) -> BoundPolicy | None:
     """Return the bound policy of an earlier call of `bind`, if it is still bound and the model has not changed."""
     bound, modules = _BOUND.get(model, {}).get(policy, (None, []))
     if bound is None or not bound.is_bound:

@@ -99,7 +99,7 @@ class NodeRanges:
             self._records.append(NodeRange(start, stop, THREAD.token, device, _compared(native), state))
 
     @only_inlined
-    def rerun_now(self) -> NodeRange | None:
+    def find_rerun_range(self) -> NodeRange | None:
         """Return the nodes of the forward that a backward is rerunning now, if any."""
         node = graph_node_running()
         if node is None:

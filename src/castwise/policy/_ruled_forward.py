@@ -246,7 +246,7 @@ class RuledForward:
         outer = THREAD.state
         if (outer is None or not outer.again) and is_backward_running():
             # Of several policies on the module, the one whose nodes begin last.
-            ranges = [nodes for rule in self.rules.values() if (nodes := rule.bound.node_ranges.rerun_now())]
+            ranges = [nodes for rule in self.rules.values() if (nodes := rule.bound.node_ranges.find_rerun_range())]
             state = max(ranges, key=lambda nodes: nodes.start).state if ranges else None
             if state is not None:
                 return state._replace(again=True), state.bound.mode()

@@ -26,7 +26,7 @@ from castwise._torch_private import (
     version,
 )
 from castwise.amp.autocast_mode import autocast
-from castwise.policy._bound_policy import BoundPolicy, is_bound_to
+from castwise.policy._bound_policy import BoundPolicy, find_bound
 from castwise.policy._policy import Policy
 from castwise.tracing._batches import Batch, arguments_of
 from castwise.tracing._module_of_op import ModuleOfOp
@@ -101,7 +101,7 @@ def _bound(policy: Policy | BoundPolicy | None, model: nn.Module) -> Iterator[Bo
     if not isinstance(policy, Policy):
         yield policy
         return
-    was_bound = is_bound_to(policy, model) is not None
+    was_bound = find_bound(policy, model) is not None
     bound = policy.bind(model)
     try:
         yield bound

@@ -122,6 +122,6 @@ class ShardedGradScaler(GradScaler, torchs.ShardedGradScaler):
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
         scale, growth_tracker = self._check_scale_growth_tracker("_amp_update_scale_cpu_")
-        self._schedule().advance_(
+        self._refresh_schedule().advance_(
             scale, {"growth_tracker": growth_tracker, **self._trackers}, self._iteration_facts(found_inf)
         )
