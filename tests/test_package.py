@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "checking": {"amp", "tracing", "_mistakes"},
     "comparison": {"amp", "policy", "_recipes", "tracing", "diagnosis", "report"},
     "tuning": {"amp", "policy", "_recipes", "_doctor", "comparison", "report"},
-    "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "_invariants", "diagnosis"},
+    "monitor": {"amp", "policy", "_recipes", "tracing", "_mistakes", "_invariants", "diagnosis", "checking"},
     "report": {"amp", "monitor"},
     "_fixing": {"_mistakes", "monitor", "report"},
     "_installation": {"amp", "policy", "weights", "master_weights", "diagnosis", "_mistakes", "_invariants", "monitor"}

@@ -204,6 +204,8 @@ def _check(runs: _Runs, golden: Golden) -> CheckResult:
         return CheckResult("cannot tell", f"cannot tell: {text}", notes=notes)
     if plain.digests == golden.digests and not settings:
         return CheckResult("identical", "identical: all gradients, weights and buffers have the same bits", notes=notes)
+    if golden.about.get("is_of_a_run"):
+        return _compared_with_a_run(runs, golden, notes + tuple(settings))
     if plain.is_compiled:
         notes += ("compiled code ran as eager code in float64; its accuracy is that of the compiled code",)
     try:
@@ -211,6 +213,34 @@ def _check(runs: _Runs, golden: Golden) -> CheckResult:
     except Exception as error:
         return _without_float64(golden, plain, error, notes)
     return _judged(runs, golden, plain, exact, settings, notes)
+
+
+def _compared_with_a_run(runs: _Runs, golden: Golden, notes: tuple[str, ...]) -> CheckResult:
+    """Return whether rounding explains how far a recorded run, which has no float64, is from the program of today.
+
+    The program of today is recorded for it, with float64 and random rounding.
+    """
+    try:
+        now = _record(runs, golden.steps)
+    except Exception as error:
+        last = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        return CheckResult("cannot tell", f"cannot tell: the program cannot be recorded: {last[0]}", notes=notes)
+    found = judging.accuracy(now, judging.errors(golden.probes, now.probes))
+    missing = sum(key not in now.probes for key in golden.probes)
+    if found is None or missing:
+        text = f"{missing} recorded values are missing" if missing else "no value is accurate enough to compare"
+        return CheckResult("cannot tell", f"cannot tell: {text}", notes=notes)
+    notes += (
+        f"error against float64 of today: {found.error:.1e} in the recorded {found.value}; today: "
+        f"{found.recorded:.1e}, {found.spread:.1e} with random rounding; {found.ratio:.3g} x, "
+        f"allowed are {found.allowed:g} x",
+        "the golden file was recorded by a Monitor, so it has no float64: `castwise check record` can tell more",
+    )
+    if found.ratio <= found.allowed:
+        return CheckResult("cannot tell", "cannot tell: no more than rounding explains", notes=notes)
+    where = judging.owner_of(found.value, now.local)
+    text = f"different function, or less accurate when recorded: {found.value}, {found.ratio:.3g} x"
+    return CheckResult("different", text, where, notes=notes)
 
 
 def _without_float64(golden: Golden, plain: Measurement, error: Exception, notes: tuple[str, ...]) -> CheckResult:

@@ -33,8 +33,9 @@ class Golden:
 
     Args:
         steps: Optimizer steps that were recorded.
-        dtype: The narrowest dtype in which the program computes: "float32", "bfloat16" or "float16".
-        about: Versions, device, threads and the git commit.
+        dtype: The narrowest dtype in which the program computes: "float32", "bfloat16", "float16", or "unknown".
+        about: Versions, device, threads and the git commit; `is_of_a_run` if a Monitor has recorded it, which can
+            repeat nothing: then there are no errors, and sketches are those of the program's own dtypes.
         settings: Settings of the optimizers at each step.
         digests: Hashes of gradients, weights and buffers after each step, as computed in the program's dtypes.
         probes: Sketches of the run in float64, in the order of computing.

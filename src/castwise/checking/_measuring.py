@@ -108,7 +108,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
         except SystemExit as exit_:
             if exit_.code not in (None, 0):
                 raise
-    recorder.measurement.about = {**_about(), "ranks": plan.ranks}
+    recorder.measurement.about = {**about_process(), "ranks": plan.ranks}
     if log is not None:
         recorder.measurement.ops = log.calls
     if rounding is not None:
@@ -116,7 +116,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
     return recorder.measurement
 
 
-def _about() -> dict[str, Any]:
+def about_process() -> dict[str, Any]:
     """Return what computes; in the process that does, because asking for a GPU's name starts CUDA."""
     on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return {

@@ -164,8 +164,8 @@ class Recorder:
         """Watch the program in the block, which ends after the last step."""
         with ExitStack() as undo:
             handles = [
-                optimizer_hooks.register_optimizer_step_pre_hook(self._stepping),
-                optimizer_hooks.register_optimizer_step_post_hook(self._stepped),
+                optimizer_hooks.register_optimizer_step_pre_hook(self.stepping),
+                optimizer_hooks.register_optimizer_step_post_hook(self.stepped),
             ]
             if self._watches_modules or self._reruns:
                 handles.append(module_hooks.register_module_forward_pre_hook(self._calling))
@@ -183,11 +183,11 @@ class Recorder:
                 undo.enter_context(_replaced(scaler, "step", self._scaler_step))
             with suppress(EndOfRun):
                 yield
-        self._finish()
+        self.finish()
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_backward_running():
-            if self._has_ended():
+            if self.has_ended():
                 raise EndOfRun
             losses = [tensor for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)]
             self._add_loss(losses)
@@ -290,7 +290,8 @@ class Recorder:
             key = ProbeKey(self._step, "arrived", self.names.param(param))
             self._store(key, param.grad, scale=self._scale)
 
-    def _stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record gradients and settings before a step. Raises EndOfRun if the optimizer has taken its last."""
         self._nested += 1
         if self._nested > 1:  # an optimizer that calls another one
             return
@@ -331,7 +332,8 @@ class Recorder:
                 {"optimizer": type(optimizer).__name__, "group": number, "values": values, "params": names}
             )
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record updates and buffers after a step. Raises EndOfRun after the last, unless it ends late."""
         self._nested -= 1
         if self._nested > 0:
             return
@@ -355,15 +357,16 @@ class Recorder:
         if self._counts[id(optimizer)] > self.measurement.steps:
             self.measurement.steps += 1
             self._calls.clear()
-        if self._has_ended() and not self._ends_late:
+        if self.has_ended() and not self._ends_late:
             raise EndOfRun
 
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Return True if all optimizers have taken their last step."""
         counts = [self._counts.get(id(optimizer), 0) for optimizer in self._optimizers]
         return bool(counts) and min(counts) >= self._steps
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Complete `measurement`."""
         if self._values and self._hashes:
             self.measurement.digests.append(digest_of(self._values))
         self.measurement.is_compiled = self.names.is_compiled

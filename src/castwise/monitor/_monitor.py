@@ -130,6 +130,9 @@ class Monitor:
             an accelerator the batch of the first step that is taken with an inf or NaN is then replayed with the
             weights of the latest copy from before it. Everywhere, remedies are tried with the weights of the older
             copy, which tells a fault of the batch from one that training has led to. For `on_nonfinite`.
+        check: A golden file to record from the first three steps, for `castwise check`; nothing is recorded if there is
+            one. The run cannot be repeated in float64, so a check tells only whether the bits are the same, and if
+            not, whether rounding explains the difference. Waits for the device in these steps. For one process.
 
     Raises:
         FileExistsError: A sink's file exists and is not a record.
@@ -163,10 +166,11 @@ class Monitor:
         invariants: bool | Mapping[str, Sequence[str]] = False,
         spikes: bool = False,
         snapshots: bool = False,
+        check: str | os.PathLike[str] | None = None,
     ) -> None:
         _check(every, on_nonfinite, snapshots)
         self._exemptions = Exemptions(invariants) if invariants is not False or spikes else None
-        self._spikes = spikes
+        self._spikes, self._golden = spikes, check
         self._model, self._scaler, self._every = model, scaler, every
         self._optimizers = _unwrapped(optimizer)
         self._steps = steps_of(scaler, self._optimizers)
@@ -278,8 +282,21 @@ class Monitor:
             self._activations.watch()
             self._quantized.watch()
         self._put_on_model()
+        if self._golden is not None:
+            self._record_golden(self._golden)
         WATCH.subscribe(self._on_mistake)
         WATCH.model_found(self._model)
+
+    def _record_golden(self, path: str | os.PathLike[str]) -> None:
+        """Begin to record the file for `castwise check`."""
+        if self._ranks.world_size > 1:
+            text = "a Monitor records no golden file on several ranks: use `castwise check record --ranks N SCRIPT`"
+            warn_or_print(text, RuntimeWarning)
+            return
+        from castwise.checking._run_recording import RunRecording
+
+        with self._guard:
+            self._handles.append(RunRecording(path))
 
     def _make_checks(self) -> Checks | None:
         if self._exemptions is None:
