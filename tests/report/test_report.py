@@ -201,6 +201,7 @@ def test_an_edit_that_corrects_two_mistakes_is_offered_once(tmp_path: Path) -> N
         "# moved from line 9 to before line 4:\nf()",
         "h()",
         "h()",
+        "log what backward is called on",
     ]
     recorded.healthy(tmp_path / "run", steps=20, layers=1)
     file = tmp_path / "run" / "monitor.jsonl.gz"
@@ -210,6 +211,7 @@ def test_an_edit_that_corrects_two_mistakes_is_offered_once(tmp_path: Path) -> N
     page = page_of(tmp_path, tmp_path / "run")
     assert page.text.count("The edit for line 5 corrects this too.") == 1
     assert [attributes.get("aria-label") for _, attributes in page.tags].count("Corrected code") == 3
+    assert "Remedy: Log what backward is called on." in page.text
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,12 @@ def test_no_page_is_wider_than_its_screen_and_runs_stand_side_by_side_on_wide_on
         browser.wait_for(f"{rights} <= {width}")
         assert browser.run("document.documentElement.scrollWidth") <= width
         assert len(browser.run(lefts)) == columns
+    browser.run(
+        "document.querySelector('#timeline .runs').append(document.querySelector('#timeline .run').cloneNode())"
+    )
+    browser.resize(1400, 900)
+    browser.wait_for(f"{lefts}.length === 3")
+    browser.resize(360, 900)
     heights = browser.run("[...document.querySelectorAll('.evidence dt')].map(each => each.offsetHeight)")
     assert max(heights) == min(heights), "names of facts are in one line, also on phones"
 
