@@ -26,7 +26,8 @@
     return choice.kind ? withRows(figure, choice, given.get("search"), given.has("all")) : choice;
   };
 
-  const stepText = (step) => (step === null ? "not sampled" : step.toLocaleString("en"));
+  const english = new Intl.NumberFormat("en"); // toLocaleString makes one for each number: slow for maps of many cells
+  const stepText = (step) => (step === null ? "not sampled" : english.format(step));
   // A cell that is not finite has no colour of the scale: it is a square with a cross.
   const looks = (nonfinite, columns) => ({
     customdata: nonfinite,
