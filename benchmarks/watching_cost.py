@@ -30,7 +30,7 @@ from benchmarks import recording
 from benchmarks.benchmark import shown
 from benchmarks.pairing import ratio
 from castwise._demo.gpt import BYTES, GPT, Size
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise.diagnosis._loss_code import LossCode
 from castwise.diagnosis._recording import Recording
 from castwise.monitor._checked_steps import CheckedSteps
@@ -95,12 +95,12 @@ class Inside:
 
     def watch(self) -> None:
         """Measure from now on: each entry point is called by a guard."""
-        call = Guard.call
+        call = ErrorBoundary.call
 
-        def timed(guard: Guard, door: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def timed(guard: ErrorBoundary, door: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             return self.time(_part(door), call, guard, door, *args, **kwargs)
 
-        Guard.call = timed  # type: ignore[method-assign]
+        ErrorBoundary.call = timed  # type: ignore[method-assign]
         for owner, name in TIMED:
             method = getattr(owner, name)
             setattr(owner, name, _timed(self, _part(method), method))

@@ -12,7 +12,7 @@ from tests.monitor.recorded import records_in
 from torch import nn
 
 import castwise
-from castwise._guard import MOST_IN_A_ROW, Guard
+from castwise._guard import MOST_IN_A_ROW, ErrorBoundary
 from castwise.amp._observers import OBSERVERS
 from castwise.monitor import Monitor, Run
 
@@ -20,7 +20,7 @@ Records = list[dict[str, Any]]
 
 
 def test_the_first_failure_is_reported_and_no_other() -> None:
-    guard = Guard()
+    guard = ErrorBoundary()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in (1, 2):
@@ -30,7 +30,7 @@ def test_the_first_failure_is_reported_and_no_other() -> None:
 
 
 def test_an_interrupt_is_no_failure() -> None:
-    with pytest.raises(KeyboardInterrupt), Guard():
+    with pytest.raises(KeyboardInterrupt), ErrorBoundary():
         raise KeyboardInterrupt
 
 
@@ -39,7 +39,7 @@ def fail(*_: object, **__: object) -> None:
 
 
 def test_a_door_that_fails_again_and_again_is_closed_and_the_others_stay_open() -> None:
-    guard, calls = Guard(), list[int]()
+    guard, calls = ErrorBoundary(), list[int]()
 
     def fails(number: int) -> None:
         calls.append(number)
@@ -60,7 +60,7 @@ def test_a_door_that_fails_again_and_again_is_closed_and_the_others_stay_open() 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_a_door_that_succeeds_in_between_stays_open() -> None:
-    guard, calls = Guard(), list[int]()
+    guard, calls = ErrorBoundary(), list[int]()
 
     def fails_if_odd(number: int) -> None:
         calls.append(number)
@@ -74,7 +74,7 @@ def test_a_door_that_succeeds_in_between_stays_open() -> None:
 
 def test_the_first_failure_of_a_final_guard_closes_all_its_doors() -> None:
     closed: list[str] = []
-    guard = Guard("the check failed", is_final=True, on_closed=lambda: closed.append("closed"))
+    guard = ErrorBoundary("the check failed", is_final=True, on_closed=lambda: closed.append("closed"))
     assert guard.door(lambda: 1)() == 1
     with pytest.warns(RuntimeWarning, match="^the check failed: OSError: no such device$"):
         guard.door(fail)()
@@ -85,7 +85,7 @@ def test_the_first_failure_of_a_final_guard_closes_all_its_doors() -> None:
 def test_a_failure_is_printed_where_warnings_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Guard().door(fail)()
+        ErrorBoundary().door(fail)()
     assert capsys.readouterr().err == (
         "castwise: the monitor skipped a measurement that failed: OSError: no such device\n"
     )

@@ -1,7 +1,7 @@
 """Keep failures in monitoring code from ending a training run.
 
 A door is a function of castwise's that torch, a scaler or the script calls while it trains. Each door is guarded once,
-where it is defined (`guarded`) or registered (`Guard.door`); what it calls may raise.
+where it is defined (`guarded`) or registered (`ErrorBoundary.door`); what it calls may raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_IN_A_ROW = 10
 """Failures of a door in a row until it is closed, so that a fault in every step does not slow the run."""
 
 
-class Guard:
+class ErrorBoundary:
     """Suppress exceptions in monitoring code, and warn of the first one.
 
     As a context manager it guards a part of a door, so that the rest still runs.
@@ -35,7 +35,7 @@ class Guard:
     Example:
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
-        ...     with Guard():
+        ...     with ErrorBoundary():
         ...         raise OSError("no such device")
         >>> str(caught[0].message)
         'the monitor skipped a measurement that failed: OSError: no such device'

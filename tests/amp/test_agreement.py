@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp.sharded_grad_scaler  # a default in it is what the world is when it is imported
+from tests.amp.agreement_worker import SCHEDULES
 from tests.distributed.ranks import run
 
 import castwise
@@ -23,7 +24,6 @@ KINDS = ["foreach", "fused"]
 NAMES = ["a load", "a setting", "an update"]
 CALLS = ["unscale_", "2", "step", "skip"]
 CLIPS = ["no", "2", "inf"]
-SCHEDULES = ["headroom", "hold", "hysteresis", "guard"]
 # By the number of ranks: all of them are met by the same processes.
 CASES = {
     2: [

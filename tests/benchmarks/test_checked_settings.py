@@ -1,4 +1,4 @@
-"""Verdicts under other settings are told apart, and settings are put back."""
+"""Verdicts under other settings are distinguished, and settings are put back."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._installation.account import Account
 from castwise._installation.replacement import Replacement
 from castwise._installation.settings import Settings
@@ -136,7 +136,7 @@ def begin(account: Account, settings: Settings) -> None:
             replacement.undo()
             raise
         _INSTALLED.append((replacement, account))
-    with Guard("castwise could not look for what it has not replaced"):
+    with ErrorBoundary("castwise could not look for what it has not replaced"):
         replacement.warn_about_unreplaced()
 
 
@@ -158,9 +158,9 @@ def end() -> Summary | None:
         if not _INSTALLED:
             return None
         replacement, account = _INSTALLED.pop()
-        with Guard("castwise could not restore torch"):
+        with ErrorBoundary("castwise could not restore torch"):
             replacement.undo()
-    with Guard("castwise could not end the records and write the report"):
+    with ErrorBoundary("castwise could not end the records and write the report"):
         return account.end()
     return None
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._installation.models import Models, model_with, raw_tensors
 from castwise._installation.new_optimizers import NewOptimizers
 from castwise._installation.run_folder import RunFolder, model_folder
@@ -109,7 +109,7 @@ class Account(Observer):
         """Called with what must not wait for the report: why nothing is recorded, and where an inf or NaN begins."""
         self._monitors: list[weakref.ref[_LocalMonitor]] = []
         self._registered: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._new_optimizers = NewOptimizers(self._record_batches_of, self._guard)
         self._hook: Any = None
         self._names: list[str] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 
 MOST = 16
 """The number of optimizers after which the next ones are not reported, because looking for a model takes 50 ms."""
@@ -22,7 +22,7 @@ class NewOptimizers:
         guard: Catches its errors.
     """
 
-    def __init__(self, on_made: Callable[[Optimizer], object], guard: Guard) -> None:
+    def __init__(self, on_made: Callable[[Optimizer], object], guard: ErrorBoundary) -> None:
         self._on_made, self._guard = on_made, guard
         self._count = 0
         self._init: Any = None

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._installation.settings import Settings
 from castwise._layered_functions import CHECKPOINT, CLIP_GRAD_NORM, CLIP_GRAD_VALUE
 from castwise._mistakes.mistake import Place, caller
@@ -205,7 +205,7 @@ def _observed_checkpoint(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-_GUARD = Guard()
+_GUARD = ErrorBoundary()
 _LAYERS = (
     (CHECKPOINT, _observed_checkpoint),
     (CLIP_GRAD_NORM, _clip_grad_norm_in_step),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._invariants.equal_ranks import EqualRanks
 from castwise._invariants.invariant import EVENTS, Broken, Exemptions, named
 from castwise._invariants.loss_spikes import LossSpikes
@@ -72,7 +72,7 @@ class Checks:
         self._counts: dict[tuple[str, str], int] = {}
         self._reported: set[tuple[str, str, tuple[str, ...]]] = set()
         self._guards = [
-            Guard(f"castwise does not check {what} any more, because the check failed", is_final=True)
+            ErrorBoundary(f"castwise does not check {what} any more, because the check failed", is_final=True)
             for what in _CHECKS
         ]
 

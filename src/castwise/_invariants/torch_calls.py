@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._layered_functions import LayeredFunction
 from castwise.amp._observers import OBSERVERS
 
@@ -21,7 +21,7 @@ class TorchCalls:
     """Layers around `DistributedDataParallel.register_comm_hook` and `DataLoader.__iter__` while followed."""
 
     def __init__(self) -> None:
-        self._guard = Guard("castwise does not know how batches are drawn and gradients are summed")
+        self._guard = ErrorBoundary("castwise does not know how batches are drawn and gradients are summed")
         self._followers = 0
         self._saves: tuple[LayeredFunction, ...] = ()
         self._hooks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 from castwise._digests import digest
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._invariants.invariant import Broken, Exemptions, named
 from castwise.amp._gradients import params_of
 
@@ -159,7 +159,7 @@ class WrittenWeights:
     ) -> None:
         self._parameters, self._exemptions, self._number, self._copies = parameters, exemptions, number, copies
         self._groups: dict[torch.optim.Optimizer, list[_Group | _JoinedGroup]] = {}
-        self._guard = Guard("castwise may report weights as written that a script writes on purpose")
+        self._guard = ErrorBoundary("castwise may report weights as written that a script writes on purpose")
         self._kinds: dict[torch.optim.Optimizer, list[tuple[int, torch.dtype, torch.Size]]] = {}
         self._steps: Counter[torch.optim.Optimizer] = Counter()
         self._writes = 0  # steps before which weights were written

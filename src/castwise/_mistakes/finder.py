@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise.amp._observers import Observer
 from castwise.amp._outcomes import StepFacts
 
@@ -26,7 +26,7 @@ class Finder(Observer):
     def __init__(self, watch: Watch) -> None:
         self.watch = watch
         text = f"castwise's check {type(self).__name__} failed and is turned off"
-        self._guard = Guard(text, is_final=True, on_closed=self.turn_off)
+        self._guard = ErrorBoundary(text, is_final=True, on_closed=self.turn_off)
 
     def turn_off(self) -> None:
         """Remove all hooks and recorded state, whatever has failed."""
@@ -45,8 +45,8 @@ class Finder(Observer):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Called before an optimizer steps, with or without `scaler.step`."""
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after an optimizer stepped without `scaler.step`."""
+    def optimizer_stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after an optimizer stepped without `scaler.step`, after which `stepped` is called instead."""
 
     def step_resolved(self, facts: StepFacts) -> None:
         """Called with the outcome of a scaler's step; on an accelerator two updates later."""

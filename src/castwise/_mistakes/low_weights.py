@@ -53,7 +53,7 @@ class LowWeights(Finder):
             if param.dtype in dtypes and param.layout is torch.strided and float(group.get("lr", 1.0)) != 0.0
         ]
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Report lost updates."""
         before, self._before = self._before, []
         if not before:
@@ -78,7 +78,7 @@ class LowWeights(Finder):
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Report lost updates of a step by a scaler."""
-        self.optimizer_stepped(optimizer)
+        self.optimizer_stepped_alone(optimizer)
 
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Report state that was fp32 in the checkpoint and is 16-bit now."""

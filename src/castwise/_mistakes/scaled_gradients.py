@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._mistakes.mistake import Place, caller
 from castwise._torch_private import PlainFunctions, tree_leaves
 
@@ -69,7 +69,7 @@ class Window:
         scale: The scale of the gradients, as the tensor that the scaler returns.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], guard: Guard, scale: torch.Tensor) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], guard: ErrorBoundary, scale: torch.Tensor) -> None:
         self._guard, self._scale = guard, scale
         self.clipped: Place | None = None
         self.measured: Place | None = None

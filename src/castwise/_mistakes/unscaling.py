@@ -77,7 +77,7 @@ class Unscaling(Finder):
             )
         self._forget(optimizer)
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Report a step whose closure computed such gradients."""
         self.optimizer_steps(optimizer)
 

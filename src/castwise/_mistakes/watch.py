@@ -13,13 +13,14 @@ from weakref import WeakMethod, WeakSet
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._mistakes.accumulation import Accumulation
 from castwise._mistakes.backwards import Backwards
 from castwise._mistakes.checkpoints import Checkpoints
 from castwise._mistakes.compiled_regions import CompiledRegions
 from castwise._mistakes.finder import Finder
 from castwise._mistakes.graph import leaves_of
+from castwise._mistakes.learning_rates import LearningRates
 from castwise._mistakes.losses import Losses
 from castwise._mistakes.low_weights import LowWeights
 from castwise._mistakes.mistake import Mistake, Place
@@ -27,7 +28,6 @@ from castwise._mistakes.recomputation import Recomputation
 from castwise._mistakes.regions import Regions
 from castwise._mistakes.scalers import Scalers
 from castwise._mistakes.scalings import Scalings
-from castwise._mistakes.schedulers import Schedulers
 from castwise._mistakes.script_line import ScriptLine
 from castwise._mistakes.unscaling import Unscaling
 from castwise._mistakes.validation import Validation
@@ -39,6 +39,10 @@ from castwise.amp._outcomes import StepFacts
 # Iterations that are checked closely: the first _FIRST, then the first and the last of every _EVERY, where scripts run
 # their periodic work.
 _FIRST, _EVERY = 12, 50
+_FINDERS: tuple[type[Finder], ...] = (
+    *(Scalers, Regions, Losses, Scalings, Backwards, Unscaling, Accumulation, Checkpoints, LearningRates),
+    *(Validation, LowWeights, CompiledRegions, Zeroing, Recomputation),
+)
 _PER_KIND = 3  # places reported per kind of mistake
 
 _EVENTS = [name for name in dir(Finder) if not name.startswith("_") and name not in ("turn_off", "stop")]
@@ -77,7 +81,7 @@ class Watch(Observer):
 
     def _forget(self) -> None:
         text = "castwise does not look for mistakes any more, because the watch failed"
-        self._guard = Guard(text, is_final=True, on_closed=self._turn_off)
+        self._guard = ErrorBoundary(text, is_final=True, on_closed=self._turn_off)
         self.found: list[Mistake] = []
         self.warns = True
         """Whether to warn of each mistake."""
@@ -145,9 +149,7 @@ class Watch(Observer):
         self._forget()
         self._at_exit = self._guard.door(self.stop)
         atexit.register(self._at_exit)  # while the weak references are still usable
-        kinds = Scalers, Regions, Losses, Scalings, Backwards, Unscaling, Accumulation, Checkpoints, Schedulers
-        more = Validation, LowWeights, CompiledRegions, Zeroing, Recomputation
-        self._finders = [kind(self) for kind in (*kinds, *more)]
+        self._finders = [kind(self) for kind in _FINDERS]
         self._listening = {event: [finder for finder in self._finders if _listens(finder, event)] for event in _EVENTS}
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -272,7 +274,7 @@ class Watch(Observer):
     @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self.is_stepping and not self._is_elsewhere():
-            self._tell("optimizer_stepped", optimizer)
+            self._tell("optimizer_stepped_alone", optimizer)
             self._tick()
 
     def _register(self, optimizer: torch.optim.Optimizer) -> None:

@@ -85,14 +85,14 @@ class Zeroing(Finder):
             )
             self._forget(optimizer)
 
-    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def optimizer_stepped_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the gradient."""
         if (followed := self._followed.get(optimizer)) is not None:
             followed.stepped()
 
     def stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Do the same for a step by a scaler."""
-        self.optimizer_stepped(optimizer)
+        self.optimizer_stepped_alone(optimizer)
 
     def ticked(self) -> None:
         """Stop after the first iterations: a script that zeroes gradients then does so later too."""

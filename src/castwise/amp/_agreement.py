@@ -8,6 +8,7 @@ Whether there is a collective must not depend on what only one rank knows, such 
 found_inf is reduced in two places: in `any_`, which `GradScaler._reduce_found_inf` calls, and within the norm of
 `GradScaler.clip_grad_norm_`, as an inf. A reduction must give the same on all ranks, keep an inf, and show whether all
 digests are equal: a sum by that of the digests and of their squares, a maximum by the digest and its negative.
+Without an agreement, only norms of DTensors are reduced, over their own mesh, in `_measure`.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Schedule:
             facts: The results of the steps.
         """
         raise TypeError(
-            f"{type(self).__name__} does not define how the scale moves: override advance_(), or use Dynamic, "
-            "Headroom, Static or Guard"
+            f"{type(self).__name__} does not define how the scale moves: override advance_(), or use one of "
+            "castwise.schedules"
         )
 
     def lowest_after(self, scale: float, is_finite: bool) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._layered_functions import BACKWARD, CLIP_GRAD_NORM
 from castwise._torch_private import is_backward_running
 from castwise.amp._observers import OBSERVERS, Observer
@@ -30,7 +30,7 @@ class BackwardCalls(Observer):
 
     def __init__(self) -> None:
         self._followers = 0
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._hook: Any = None
         self._losses: deque[torch.Tensor] = deque(maxlen=_MOST_LOSSES)
         self._previous: list[torch.Tensor] = []

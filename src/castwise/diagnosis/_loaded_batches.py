@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._layered_functions import LayeredFunction
 from castwise._torch_private import NEXT_INDEX, DataLoaderIterator
 from castwise.diagnosis._op_facts import tensors_of
@@ -57,7 +57,7 @@ class LoadedBatches:
 
     def __init__(self) -> None:
         self._followers = 0
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._recent: deque[LoadedBatch] = deque(maxlen=_RECENT)
         self._drawn: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
         self._starting: list[tuple[DataLoader[Any], set[Any]]] = []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._torch_private import is_backward_running
 from castwise._warnings import warn_or_print
 from castwise.amp._gradients import is_plain
@@ -293,7 +293,7 @@ class Recording:
         self._model, self._iteration, self._most_bytes = model, iteration, most_bytes
         self._nbytes = 0
         self._inputs = {called: ForwardInputs(called) for called in _called_models(model).values()}
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._hooks: ModuleHooks | None = None
         self._begun: list[MicroBatch | None] = []
         self._sizes: dict[nn.Module, deque[torch.Tensor]] = {}

@@ -12,7 +12,7 @@ from weakref import ref
 
 import torch
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._torch_private import never_traced
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import versions_of
@@ -39,7 +39,9 @@ class RoundedClipping:
         self._param = ref(param)
         self._steps = 0
         self._before: tuple[torch.Tensor, int, torch.Tensor] | None = None
-        self._guard = Guard("castwise no longer checks how gradients of MasterWeights are clipped", is_final=True)
+        self._guard = ErrorBoundary(
+            "castwise no longer checks how gradients of MasterWeights are clipped", is_final=True
+        )
         self._handle: Any = None
         self._look()
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._torch_private import (
     are_functorch_transforms_active,
     is_backward_running,
@@ -42,7 +42,7 @@ class Activations:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.dtypes: dict[str, str] = {}
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._hooks = ModuleHooks(self._guard)
         self._inside: set[nn.Module] = set()
         self._counter, self._counted = Counter(), list[str]()

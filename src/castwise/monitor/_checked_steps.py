@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._warnings import warn_or_print
 from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import Cause
@@ -47,7 +47,7 @@ class CheckedSteps:
         optimizers: list[torch.optim.Optimizer],
         on_fault: OnFault,
         skips: bool,
-        guard: Guard,
+        guard: ErrorBoundary,
         joint: JointReplay | None = None,
     ) -> None:
         self._on_fault, self._guard, self._joint = on_fault, guard, joint

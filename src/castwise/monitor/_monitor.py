@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import Self
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._invariants.checks import Checks
 from castwise._invariants.invariant import Broken, Exemptions
 from castwise._invariants.loss_spikes import rate_of
@@ -181,7 +181,7 @@ class Monitor:
         self._weights = _earlier_weights() if snapshots else None
         self._is_checked = (on_nonfinite is not None or spikes) and not self._steps.is_scaled
         self._skips_faults = self._is_late = self._has_lost_weights = False  # the first is set by `_LocalMonitor`
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
         self._checks: Checks | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._recipes.listeners import LISTENERS, Telling
 from castwise._recipes.scalings import Float8, Quantized, Scaling
 from castwise._torch_private import is_backward_running
@@ -30,7 +30,7 @@ class QuantizedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
         self._labels: dict[nn.Module, str] = {}
         self._found: dict[tuple[nn.Module, str], torch.Tensor] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._gradients import params_of
@@ -39,7 +39,7 @@ class ScalerSteps(Observer):
         model: nn.Module,
         optimizers: list[torch.optim.Optimizer],
         scaler: Any,
-        guard: Guard,
+        guard: ErrorBoundary,
     ) -> None:
         self._on_skip = weakref.WeakMethod(on_skip, self.remove)
         self._model, self._optimizers = weakref.ref(model), weakref.WeakSet(optimizers)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from castwise._guard import Guard, guarded
+from castwise._guard import ErrorBoundary, guarded
 from castwise.amp._outcomes import StepFacts
 from castwise.amp._readback import DELAY, Readback
 from castwise.monitor._checked_steps import CheckedSteps, OnFault, device_of
@@ -114,7 +114,7 @@ class UnscaledSteps:
         self._step_hooks: OrderedDict[int, Callable[[StepFacts], object]] = OrderedDict()
         self._waiting: deque[tuple[StepFacts, LateCheck | None]] = deque()
         self._checked_steps: CheckedSteps | None = None
-        self._guard = Guard()
+        self._guard = ErrorBoundary()
 
     is_scaled = False
     agrees = False

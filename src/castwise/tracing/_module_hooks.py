@@ -20,7 +20,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise._registered_hooks import hooks_of
 from castwise._torch_private import (
     is_called_when_compiling,
@@ -67,7 +67,7 @@ class ModuleHooks:
         >>> hooks.remove()
     """
 
-    def __init__(self, guard: Guard | None = None) -> None:
+    def __init__(self, guard: ErrorBoundary | None = None) -> None:
         self._guard = guard
         self._pairs: list[_Pair] = []
         self._suspended: list[_Pair] = []
@@ -186,7 +186,7 @@ class _Pair:
         methods = (module.register_forward_pre_hook, module.register_forward_hook)
         return any(not isinstance(hook, _Hook) for register in methods for hook in hooks_of(register).values())
 
-    def put_on(self, enter: Callable[..., None], guard: Guard | None) -> None:
+    def put_on(self, enter: Callable[..., None], guard: ErrorBoundary | None) -> None:
         module = self.module()
         if self._handles or module is None:
             return
@@ -218,7 +218,7 @@ class _Hook:
         guard: Catches its errors.
     """
 
-    def __init__(self, function: Callable[..., None], guard: Guard | None) -> None:
+    def __init__(self, function: Callable[..., None], guard: ErrorBoundary | None) -> None:
         def call(*args: Any) -> None:
             function(*args)
 
@@ -254,7 +254,7 @@ def may_be_fused(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 _WATCHING: weakref.WeakSet[ModuleHooks] = weakref.WeakSet()
-_GUARD = Guard()
+_GUARD = ErrorBoundary()
 
 
 def _watch_compiler(hooks: ModuleHooks) -> None:

@@ -26,7 +26,7 @@ class _Step:
         self.iteration, self.rates, self.place, self.skipped = iteration, rates, place, False
 
 
-class Schedulers(Finder):
+class LearningRates(Finder):
     """Finds schedules that change the learning rate after every step, including skipped ones.
 
     A schedule that advances once per epoch may do so after a skipped step.
