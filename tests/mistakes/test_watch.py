@@ -129,7 +129,8 @@ def test_every_event_of_a_scaler_and_a_region_reaches_the_finders(monkeypatch: p
     events = {name for name, value in vars(Observer).items() if not name.startswith("_") and callable(value)}
     for event in events:
         setattr(Everything, event, receiving(event))
-    monkeypatch.setattr(watch, "Unscaling", Everything)
+    finders = [Everything if finder is Unscaling else finder for finder in watch._FINDERS]
+    monkeypatch.setattr(watch, "_FINDERS", finders)
     with castwise.installed():
         model, scaler = torch.nn.Linear(8, 1), torch.amp.GradScaler("cpu")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -102,13 +102,13 @@ def misbehave(run: Training, what: str) -> None:
     elif what == "busy":
         Sample.measured = lambda *given: (time.sleep(1.5 * SHORT), original(*given))[1]  # type: ignore[method-assign,assignment]
     elif what == "silent":
-        ranks.sampled = ranks.skips = fail
+        ranks.reduce_sample = ranks.gather_faults = fail
     elif what == "forked":
         child = os.fork()
         if child == 0:
             signal.alarm(60)
-            ranks.sampled(4, None)
-            os._exit(0 if not ranks.combine else 1)
+            ranks.reduce_sample(4, None)
+            os._exit(0 if not ranks.combines_samples else 1)
         assert os.waitpid(child, 0)[1] == 0, "the child waited for ranks, or still combines"
     elif what == "fails in between":
         ranks._exchange.maximum = fail

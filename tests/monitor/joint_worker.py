@@ -1,6 +1,6 @@
 """Trains FSDP2 models on two ranks, each with and without a monitor, and prints what each rank has found.
 
-Run by `test_joint_replay.py`, once for each rank: `python joint_worker.py RANK WORLD_SIZE FILE`.
+Run by `test_sharded_model_ranks.py`, once for each rank: `python joint_worker.py RANK WORLD_SIZE FILE`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import Monitor, _checked_steps, _exchange, _monitor
-from castwise.monitor._joint_replay import can_be_gathered
-from castwise.monitor._step_sources import UnscaledSteps
+from castwise.monitor._sharded_model_ranks import can_be_gathered
+from castwise.monitor._step_sources import OptimizerSource
 
 STEPS = 6
 
@@ -119,9 +119,9 @@ def main() -> None:
     for module in (_checked_steps, _monitor):
         module.device_of = lambda _: torch.device("cuda")  # type: ignore[attr-defined]  # as if a check were late
     compare("late", "sample", snapshots=True)
-    tell: Any = UnscaledSteps._tell
-    UnscaledSteps._tell = lambda self, but: tell(self, 2)  # type: ignore[method-assign]  # as on an accelerator
-    UnscaledSteps.synchronize = lambda self: tell(self, 0)  # type: ignore[method-assign]
+    tell: Any = OptimizerSource._tell
+    OptimizerSource._tell = lambda self, but: tell(self, 2)  # type: ignore[method-assign]  # as on an accelerator
+    OptimizerSource.synchronize = lambda self: tell(self, 0)  # type: ignore[method-assign]
     compare("pending", "sample", snapshots=True)
     net = made("fp32")
     out["gathered"] = [can_be_gathered(net)]

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import castwise
 from castwise.monitor import Monitor
 from castwise.monitor._activations import Activations
-from castwise.monitor._local_shards import is_partial, part_of
+from castwise.monitor._local_shards import is_partial, local_shard
 from castwise.monitor._sample import Sample
 
 STEPS = 3
@@ -113,7 +113,7 @@ def leave_out(sums: torch.Tensor, weight: torch.Tensor) -> None:
     sample = Sample(net, activations.stop())
     sample.measure_gradients(torch.optim.SGD(net.parameters()), torch.tensor(1.0))
     measured = sample.measured(1.0, [])
-    assert (measured.left_out, measured.gradients, measured.activations) == (["weight"], {}, {})
+    assert (measured.partial_sums, measured.gradients, measured.activations) == (["weight"], {}, {})
 
 
 def parts(rank: int) -> dict[str, tuple[list[float], int | None]]:
@@ -131,7 +131,9 @@ def parts(rank: int) -> dict[str, tuple[list[float], int | None]]:
     assert not any(map(is_partial, tensors.values()))
     if rank == 0:  # a collective would wait for rank 1
         leave_out(sums, distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None))
-    return {name: (part.local.tolist(), part.distinct) for name, part in ((n, part_of(t)) for n, t in tensors.items())}
+    return {
+        name: (part.local.tolist(), part.distinct) for name, part in ((n, local_shard(t)) for n, t in tensors.items())
+    }
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from castwise.amp import StepFacts
-from castwise.monitor._iterations import Iteration, Iterations
+from castwise.monitor._iterations import Iterations, MonitoredIteration
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -21,54 +21,54 @@ def numbers(iterations: Iterations) -> list[int]:
 
 
 def test_facts_that_come_late_find_their_iteration() -> None:
-    one, begun = optimizer(), list[Iteration]()
-    iterations = Iterations(1, begun.append)
+    one, started = optimizer(), list[MonitoredIteration]()
+    iterations = Iterations(1, started.append)
     for number in (1, 2, 3):
         iterations.note_gradients(one, number)
-    assert [iterations.note_facts(one, of(one, number)) for number in (1, 2)] == begun[:2]
+    assert [iterations.note_facts(one, of(one, number)) for number in (1, 2)] == started[:2]
     assert numbers(iterations) == [1, 2]
 
 
 def test_an_iteration_of_which_no_facts_come_is_dropped() -> None:
-    one, begun = optimizer(), list[Iteration]()
-    iterations = Iterations(1, begun.append)
+    one, started = optimizer(), list[MonitoredIteration]()
+    iterations = Iterations(1, started.append)
     for number in (1, 2, 3):  # the first two are left out, or a checkpoint is loaded before their facts are there
         iterations.note_gradients(one, number)
-    assert iterations.note_facts(one, of(one, 3)) is begun[2]
+    assert iterations.note_facts(one, of(one, 3)) is started[2]
     assert numbers(iterations) == [3]
     iterations.note_gradients(one, 4)
-    assert iterations.note_facts(one, of(one, 4)) is begun[3]
+    assert iterations.note_facts(one, of(one, 4)) is started[3]
 
 
 def test_an_optimizer_that_is_left_out_does_not_hold_up_the_others() -> None:
-    one, other, begun = optimizer(), optimizer(), list[Iteration]()
-    iterations = Iterations(2, begun.append)
+    one, other, started = optimizer(), optimizer(), list[MonitoredIteration]()
+    iterations = Iterations(2, started.append)
     for number in (1, 2):
         iterations.note_gradients(one, number)
         iterations.note_gradients(other, number)
-    assert iterations.note_facts(other, of(other, 1)) is begun[0]
+    assert iterations.note_facts(other, of(other, 1)) is started[0]
     assert numbers(iterations) == []
-    assert iterations.note_facts(one, of(one, 2)) is begun[1]
+    assert iterations.note_facts(one, of(one, 2)) is started[1]
     assert numbers(iterations) == [1]
     iterations.note_facts(other, of(other, 2))
     assert numbers(iterations) == [2]
 
 
 def test_one_that_was_left_out_begins_anew() -> None:
-    one, other, begun = optimizer(), optimizer(), list[Iteration]()
-    iterations = Iterations(2, begun.append)
+    one, other, started = optimizer(), optimizer(), list[MonitoredIteration]()
+    iterations = Iterations(2, started.append)
     iterations.note_gradients(one, 1)
     iterations.note_gradients(other, 2)
     iterations.note_facts(other, of(other, 2))
-    assert iterations.note_gradients(one, 3) is begun[1]
+    assert iterations.note_gradients(one, 3) is started[1]
 
 
 def test_of_a_step_that_was_begun_twice_the_last_time_counts() -> None:
-    one, begun = optimizer(), list[Iteration]()
-    iterations = Iterations(1, begun.append)
+    one, started = optimizer(), list[MonitoredIteration]()
+    iterations = Iterations(1, started.append)
     for _ in range(2):  # as when a step raises, and is taken again
         iterations.note_gradients(one, 1)
-    assert iterations.note_facts(one, of(one, 1)) is begun[1]
+    assert iterations.note_facts(one, of(one, 1)) is started[1]
 
 
 def test_facts_of_what_was_not_seen_belong_nowhere() -> None:

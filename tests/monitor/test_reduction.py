@@ -16,7 +16,7 @@ from castwise.monitor._exponents import count, tally
 from castwise.monitor._ranks import Ranks
 from castwise.monitor._reduction import Reduction
 from castwise.monitor._sample import Measured, OfGradient
-from castwise.monitor._skips import Skip
+from castwise.monitor._skips import StepFault
 from castwise.monitor._tally import Tally
 
 HEADER = 56
@@ -90,13 +90,13 @@ def test_names_are_sent_once_and_only_where_they_differ(monkeypatch: pytest.Monk
 
 
 def test_a_skip_sends_a_header_and_to_rank_0_the_longest_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {0: Skip("another rank", ()), 1: Skip("overflow", ("a", "b"))}
+    known = {0: StepFault("another rank", ()), 1: StepFault("overflow", ("a", "b"))}
 
     def sent(rank: int) -> tuple[Any, list[tuple[str, int]]]:
         with_others = CountingExchange()
         with_others.all_agree = True
         ranks = Ranks(with_others)
-        skips, _ = ranks.skips(1, known[rank], is_sampled=False)
+        skips, _ = ranks.gather_faults(1, known[rank], is_sampled=False)
         ranks.close()
         return skips, with_others.collectives
 

@@ -99,7 +99,7 @@ def test_another_shape_is_another_model() -> None:
 def test_a_norm_without_all_gradients_is_not_recorded() -> None:
     rank = Measured({"a": OfGradient(of(1.0), of(1.0), 1, 4.0)})
     assert sample_record(1, 1.0, combined([rank, rank])).grad_norm == 2.0
-    assert sample_record(1, 1.0, combined([rank, replace(rank, left_out=["b"])])).grad_norm is None
+    assert sample_record(1, 1.0, combined([rank, replace(rank, partial_sums=["b"])])).grad_norm is None
 
 
 def test_a_layout_is_sent_as_text() -> None:

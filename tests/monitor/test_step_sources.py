@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from castwise.amp import StepFacts
-from castwise.monitor._step_sources import UnscaledSteps
+from castwise.monitor._step_sources import OptimizerSource
 
 
 def optimizer_on(device: str) -> torch.optim.Optimizer:
@@ -21,7 +21,7 @@ def optimizer_on(device: str) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("device", "reported"), [("cpu", [1, 2, 3, 4]), ("meta", [1, 2])])
 def test_facts_come_as_late_as_those_of_a_scaler(device: str, reported: list[int]) -> None:
     optimizer, facts = optimizer_on(device), list[StepFacts]()
-    steps = UnscaledSteps([optimizer])
+    steps = OptimizerSource([optimizer])
     handle = steps.register_step_hook(facts.append)
     for _ in range(4):
         optimizer.step()
@@ -37,7 +37,7 @@ def test_facts_come_as_late_as_those_of_a_scaler(device: str, reported: list[int
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_facts_of_a_step_have_the_number_that_was_known_before_it(device: str) -> None:
     optimizers, facts = [optimizer_on(device), optimizer_on(device)], list[StepFacts]()
-    steps = UnscaledSteps(optimizers)
+    steps = OptimizerSource(optimizers)
     steps.register_step_hook(facts.append)
     before = []
     for optimizer in optimizers * 2:
@@ -54,7 +54,7 @@ def test_gradients_are_shown_before_the_step_with_a_scale_of_1() -> None:
     def look(of: torch.optim.Optimizer, scale: torch.Tensor) -> None:
         seen.append((of, scale.item(), weight.tolist()))
 
-    handle = UnscaledSteps([optimizer]).register_gradients_hook(look)
+    handle = OptimizerSource([optimizer]).register_gradients_hook(look)
     optimizer.step()
     handle.remove()
     optimizer.step()

@@ -11,7 +11,7 @@ from torch import nn
 
 import castwise
 from castwise.amp._readback import DELAY, Readback
-from castwise.monitor._step_sources import ScaledSteps, StepsByHand
+from castwise.monitor._step_sources import ScalerSource, ScriptSource
 
 Record = dict[str, Any]
 
@@ -65,7 +65,7 @@ def test_steps_by_hand_and_of_the_scaler_are_counted_together_and_once() -> None
 def test_an_accelerator_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Readback, "is_on_host", False)
     optimizer, scaler = torch.optim.SGD([nn.Parameter(torch.ones(1))]), castwise.GradScaler("cpu", init_scale=8.0)
-    steps, known = StepsByHand(ScaledSteps(scaler), optimizers=1), []
+    steps, known = ScriptSource(ScalerSource(scaler), optimizers=1), []
     for _ in range(5):
         scaler.scale(torch.ones(()))
         steps.add(optimizer)

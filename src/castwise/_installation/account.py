@@ -40,12 +40,12 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
-from castwise.monitor._iterations import Iteration
-from castwise.monitor._joint_replay import can_be_replayed
+from castwise.monitor._iterations import MonitoredIteration
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
 from castwise.monitor._record_file import FILE_NAME
 from castwise.monitor._records import EndRecord
+from castwise.monitor._sharded_model_ranks import can_be_replayed
 from castwise.monitor._sinks import JSONL
 
 if TYPE_CHECKING:
@@ -354,8 +354,8 @@ class _LocalMonitor(Monitor):
 
     def note_file(self, saved: object) -> None:
         """Note an object that is about to be written to a file."""
-        if self._checks is not None:
-            self._checks.file_saved(saved)
+        if self._invariant_checks is not None:
+            self._invariant_checks.file_saved(saved)
 
     def check(self, scaler: Any, recording: Recording | None, most: float, *, skips: bool, snapshots: bool) -> None:
         """Set what is done with steps with an inf or NaN, before `attach`.
@@ -368,7 +368,7 @@ class _LocalMonitor(Monitor):
             skips: Whether to skip them if there is no scaler.
             snapshots: Whether to keep weights of earlier steps to replay them with.
         """
-        self._is_checked, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
+        self._checks_steps, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
         self._most_diagnoses, self._faults = most, Counter[Cause | None]()
         self._origins_said = set[tuple[str, str, str]]()
         if not most or not can_be_replayed(self._model):  # one that stops on one rank would block the others
@@ -376,10 +376,10 @@ class _LocalMonitor(Monitor):
                 recording.detach()
             return
         self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
-        self._recording.follow(lambda: self._steps.iteration)
+        self._recording.follow(lambda: self._source.iteration)
         self._weights = EarlierWeights() if snapshots else None
 
-    def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
+    def _record_step(self, facts: StepFacts, iteration: MonitoredIteration | None, diagnosis: Diagnosis | None) -> None:
         with self._guard:  # the step is recorded anyway
             self._say_origin(facts, diagnosis)
         Monitor._record_step(self, facts, iteration, diagnosis)
@@ -404,8 +404,8 @@ class _LocalMonitor(Monitor):
         self._faults[cause] += 1
         return self._faults[cause] <= self._most_diagnoses
 
-    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None) -> Diagnosis | None:
-        diagnosis = Monitor._diagnosed(self, facts, batches, weights_of)
+    def _diagnose(self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None) -> Diagnosis | None:
+        diagnosis = Monitor._diagnose(self, facts, batches, weights_of)
         if diagnosis and batches is not None and batches.at_fault is not None and self.capsules is not None:
             with self._guard:  # the step is recorded anyway
                 finite = loss_is_finite_of(facts.cause)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_hooks
 
-from castwise._guard import Guard
+from castwise._guard import ErrorBoundary
 from castwise.checking._golden import Golden
 from castwise.checking._measuring import about_process
 from castwise.checking._recorder import EndOfRun, Recorder
@@ -31,7 +31,7 @@ class RunRecording:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path, self._recorder = Path(path), Recorder(STEPS, ends_late=True)
         self._is_over = self._path.exists()
-        self._guard = Guard("no golden file is recorded, because a part of it failed", is_final=True)
+        self._guard = ErrorBoundary("no golden file is recorded, because a part of it failed", is_final=True)
         register = optimizer_hooks.register_optimizer_step_pre_hook, optimizer_hooks.register_optimizer_step_post_hook
         doors = self._guard.door(self._stepping), self._guard.door(self._stepped)
         self._handles = [] if self._is_over else [add(door) for add, door in zip(register, doors, strict=True)]

@@ -20,7 +20,7 @@ from castwise.amp._gradients import is_plain
 from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import _module_names as names
 from castwise.monitor._exponents import Counter
-from castwise.monitor._local_shards import is_partial, is_split, part_of
+from castwise.monitor._local_shards import is_dtensor, is_partial, local_shard
 from castwise.tracing._module_hooks import ModuleHooks, inside_fused_layers
 
 
@@ -112,8 +112,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     """
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_meta:
-            if is_split(leaf):
+            if is_dtensor(leaf):
                 if not is_partial(leaf):
-                    yield part_of(leaf).local
+                    yield local_shard(leaf).local
             elif is_plain(leaf) and not leaf.is_nested:
                 yield leaf

@@ -15,8 +15,8 @@ from castwise._guard import ErrorBoundary
 from castwise._warnings import warn_or_print
 from castwise.amp._gradients import params_of
 from castwise.amp._outcomes import Cause
-from castwise.monitor._joint_replay import JointReplay
 from castwise.monitor._local_shards import is_split_over_ranks
+from castwise.monitor._sharded_model_ranks import ShardedModelRanks
 from castwise.monitor._step_check import Checked, LateCheck, StepCheck
 
 _CPU = torch.device("cpu")
@@ -27,8 +27,8 @@ OnFault = Callable[[torch.optim.Optimizer, Checked], object]
 class CheckedSteps:
     """Checks each step before it is taken, and calls a function if a loss or a gradient is not finite.
 
-    Once an earlier fault has spoilt the weights, the function is called only for ranks that agree; `Checked.is_known`
-    says so then.
+    Once an earlier fault has spoilt the weights, the function is called only for ranks that agree;
+    `Checked.follows_earlier_fault` says so then.
 
     A step that calls a closure is checked after the closure. On an accelerator nothing waits, so the result is known
     later and the function is not called, unless steps are skipped.
@@ -48,7 +48,7 @@ class CheckedSteps:
         on_fault: OnFault,
         skips: bool,
         guard: ErrorBoundary,
-        joint: JointReplay | None = None,
+        joint: ShardedModelRanks | None = None,
     ) -> None:
         self._on_fault, self._guard, self._joint = on_fault, guard, joint
         self._skips = skips and all(_can_skip(optimizer, agrees=joint is not None) for optimizer in optimizers)
@@ -93,13 +93,13 @@ class CheckedSteps:
         if device_of(optimizer).type != "cpu" and not self._skips:
             self._late[optimizer] = self._check.check_late(optimizer)
             return
-        checked = self._agreed(self._check.check(optimizer))
+        checked = self._agree(self._check.check(optimizer))
         if checked.has_nonfinite_gradients and self._skips and (self._joint is None or not self._joint.is_over):
             checked = replace(checked, is_skipped=True)
         self._checked[optimizer] = checked
-        is_known = self._has_fault and checked.cause is Cause.NONFINITE_WEIGHTS
-        if checked.cause is not None and (self._joint is not None or not is_known):
-            checked = replace(checked, is_known=is_known)
+        follows_earlier_fault = self._has_fault and checked.cause is Cause.NONFINITE_WEIGHTS
+        if checked.cause is not None and (self._joint is not None or not follows_earlier_fault):
+            checked = replace(checked, follows_earlier_fault=follows_earlier_fault)
             self._has_fault = True
             with self._guard:  # the step is skipped anyway
                 self._on_fault(optimizer, checked)
@@ -108,7 +108,7 @@ class CheckedSteps:
             for param, _ in self._withheld:
                 param.grad = None  # optimizers leave out parameters without a gradient
 
-    def _agreed(self, checked: Checked) -> Checked:
+    def _agree(self, checked: Checked) -> Checked:
         """Return a check with what other ranks have found."""
         if self._joint is None:
             return checked

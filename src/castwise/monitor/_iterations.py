@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Iteration:
+class MonitoredIteration:
     """The steps of all optimizers until one of them steps again.
 
     Args:
         number: Number of the iteration, from 1.
         seconds: Time since the previous iteration began; None for the first.
         sample: Its measurements, if it is sampled.
-        begun: The optimizers whose gradients were seen, with the number of the scaler's iteration.
+        started: The optimizers whose gradients were seen, with the number of the scaler's iteration.
         batches: The recorded batches that these gradients come from; optimizers that share a backward share the object.
         facts: The facts received about their steps.
-        left_out: The optimizers that did not step after all.
+        unstepped: The optimizers that did not step after all.
         rates: Learning rates, if they are recorded; None for unknown ones.
         is_combined: Whether ranks combine their samples of it, including those that have none.
     """
@@ -37,10 +37,10 @@ class Iteration:
     number: int
     seconds: float | None
     sample: Sample | None = None
-    begun: dict[torch.optim.Optimizer, int] = field(default_factory=dict)
+    started: dict[torch.optim.Optimizer, int] = field(default_factory=dict)
     batches: dict[torch.optim.Optimizer, MicroBatches] = field(default_factory=dict)
     facts: dict[torch.optim.Optimizer, StepFacts] = field(default_factory=dict)
-    left_out: set[torch.optim.Optimizer] = field(default_factory=set)
+    unstepped: set[torch.optim.Optimizer] = field(default_factory=set)
     rates: dict[torch.optim.Optimizer, float | None] = field(default_factory=dict)
     is_combined: bool = False
 
@@ -51,21 +51,21 @@ class Iteration:
 
     def leave_out_before(self, number: int) -> None:
         """Stop waiting for facts of steps in scaler iterations before `number`."""
-        late = {each for each, began in self.begun.items() if began < number and each not in self.facts}
-        for optimizer in late - self.left_out:
-            self.left_out.add(optimizer)
+        late = {each for each, began in self.started.items() if began < number and each not in self.facts}
+        for optimizer in late - self.unstepped:
+            self.unstepped.add(optimizer)
             self.batches.pop(optimizer, None)
             if self.sample is not None:
                 self.sample.forget_weights(optimizer)
 
     def expects(self, optimizer: torch.optim.Optimizer, number: int) -> bool:
         """Return True if gradients but no facts were seen for a step in this iteration of the scaler."""
-        return self.begun.get(optimizer) == number and optimizer not in self.facts
+        return self.started.get(optimizer) == number and optimizer not in self.facts
 
     @property
     def is_reported(self) -> bool:
         """Whether all facts have arrived."""
-        return len(self.facts) + len(self.left_out) == len(self.begun)
+        return len(self.facts) + len(self.unstepped) == len(self.started)
 
 
 class Iterations:
@@ -76,19 +76,19 @@ class Iterations:
         begin: Called with each new iteration.
     """
 
-    def __init__(self, optimizers: int, begin: Callable[[Iteration], None]) -> None:
+    def __init__(self, optimizers: int, begin: Callable[[MonitoredIteration], None]) -> None:
         self._optimizers, self._begin = optimizers, begin
         # Facts arrive within DELAY iterations or never, as when the script does not step an optimizer.
-        self._open: deque[Iteration] = deque(maxlen=DELAY + 2)
-        self._current: Iteration | None = None
+        self._open: deque[MonitoredIteration] = deque(maxlen=DELAY + 2)
+        self._current: MonitoredIteration | None = None
         self._began = 0.0
 
     @property
-    def current(self) -> Iteration | None:
+    def current(self) -> MonitoredIteration | None:
         """The latest iteration."""
         return self._current
 
-    def note_gradients(self, optimizer: torch.optim.Optimizer, number: int) -> Iteration:
+    def note_gradients(self, optimizer: torch.optim.Optimizer, number: int) -> MonitoredIteration:
         """Return the iteration of the step that an optimizer is about to take.
 
         Args:
@@ -96,12 +96,14 @@ class Iterations:
             number: Number of the scaler's iteration.
         """
         last = self._current
-        if last is not None and optimizer not in last.begun:
-            last.begun[optimizer] = number
+        if last is not None and optimizer not in last.started:
+            last.started[optimizer] = number
             return last
         now = time.perf_counter()
-        self._current = new = Iteration(1, None) if last is None else Iteration(last.number + 1, now - self._began)
-        new.begun[optimizer] = number
+        self._current = new = (
+            MonitoredIteration(1, None) if last is None else MonitoredIteration(last.number + 1, now - self._began)
+        )
+        new.started[optimizer] = number
         self._began = now
         self._open.append(new)
         if last is not None and last.sample is not None:
@@ -109,7 +111,7 @@ class Iterations:
         self._begin(new)
         return new
 
-    def note_facts(self, optimizer: torch.optim.Optimizer, facts: StepFacts) -> Iteration | None:
+    def note_facts(self, optimizer: torch.optim.Optimizer, facts: StepFacts) -> MonitoredIteration | None:
         """Return the iteration that the facts of a step belong to; None if its start was not seen."""
         found = None
         for iteration in self._open:
@@ -122,11 +124,11 @@ class Iterations:
                 found.sample.forget_weights(optimizer)
         return found
 
-    def over(self, *, all_: bool = False) -> Iterator[Iteration]:
+    def over(self, *, all_: bool = False) -> Iterator[MonitoredIteration]:
         """Yield the complete iterations, each once; with `all_` all iterations that have any facts."""
         while self._open:
             oldest = self._open[0]
-            is_last = oldest is self._current and len(oldest.begun) < self._optimizers
+            is_last = oldest is self._current and len(oldest.started) < self._optimizers
             if not all_ and (not oldest.is_reported or is_last):
                 return
             self._open.popleft()

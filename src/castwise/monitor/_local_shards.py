@@ -13,7 +13,7 @@ from torch import nn
 from castwise._torch_private import is_fsdp_flattened
 
 
-class Part(NamedTuple):
+class LocalShard(NamedTuple):
     """This rank's part of a tensor."""
 
     local: torch.Tensor
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """Number of distinct parts; more ranks than that hold copies. None: one per rank."""
 
 
-def is_split(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is a DTensor."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
@@ -32,7 +32,7 @@ def is_split_over_ranks(model: nn.Module) -> bool:
         return False
     if fully_sharded(model):  # whose parameters are whole while they are gathered
         return True
-    return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in model.parameters()) or any(
+    return any(is_dtensor(parameter) or is_fsdp_flattened(parameter) for parameter in model.parameters()) or any(
         isinstance(module, nn.SyncBatchNorm) for module in model.modules()
     )
 
@@ -46,10 +46,10 @@ def fully_sharded(model: nn.Module) -> list[Any]:
 
 def is_partial(tensor: Any) -> bool:
     """Return True if a tensor is a DTensor of partial sums, which no rank knows without the others."""
-    return is_split(tensor) and any(placement.is_partial() for placement in tensor.placements)
+    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
-def part_of(tensor: Any, parameter: torch.Tensor | None = None) -> Part:
+def local_shard(tensor: Any, parameter: torch.Tensor | None = None) -> LocalShard:
     """Return this rank's part of a tensor.
 
     Args:
@@ -57,8 +57,8 @@ def part_of(tensor: Any, parameter: torch.Tensor | None = None) -> Part:
         parameter: The parameter, if the tensor is its gradient. With FSDP1 each rank has its own part of gradients of
             flattened parameters.
     """
-    if not is_split(tensor):
+    if not is_dtensor(tensor):
         of_this_rank = parameter is not None and is_fsdp_flattened(parameter)
-        return Part(tensor, None if of_this_rank else 1)
+        return LocalShard(tensor, None if of_this_rank else 1)
     split = [dimension for dimension, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return Part(tensor.to_local(), math.prod(tensor.device_mesh.size(dimension) for dimension in split))
+    return LocalShard(tensor.to_local(), math.prod(tensor.device_mesh.size(dimension) for dimension in split))

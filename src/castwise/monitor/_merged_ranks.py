@@ -10,7 +10,7 @@ from pathlib import Path
 from castwise.monitor._record_file import RUN_NAME
 from castwise.monitor._recorded_run import Run, distinct_invariants, distinct_mistakes, first_record
 from castwise.monitor._records import DiagnosisRecord, RunRecord
-from castwise.monitor._skips import Skip, agreed
+from castwise.monitor._skips import StepFault, agreed
 
 
 def merge_ranks(runs: Iterable[Run]) -> list[Run]:
@@ -91,7 +91,7 @@ def _are_alike(first: Run, other: Run, rank: int) -> bool:
     if not rank < size == _size(other):
         return False
     last = min(run.steps[-1].step if run.steps else 0 for run in (first, other))
-    return _skipped_until(last, first) == _skipped_until(last, other)
+    return _faults_until(last, first) == _faults_until(last, other)
 
 
 def _size(run: Run) -> int:
@@ -99,7 +99,7 @@ def _size(run: Run) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _skipped_until(last: int, run: Run) -> list[tuple[int, bool]]:
+def _faults_until(last: int, run: Run) -> list[tuple[int, bool]]:
     return [(step.step, step.has_fault) for step in run.steps if step.step <= last]
 
 
@@ -120,11 +120,11 @@ def _merged(ranks: Mapping[int, Run]) -> Run:
     return replace(first, steps=steps, diagnoses=diagnoses, mistakes=mistakes, invariants=invariants)
 
 
-def _skips(run: Run) -> Iterator[tuple[int, Skip]]:
+def _skips(run: Run) -> Iterator[tuple[int, StepFault]]:
     """Yield the number and facts of each step of a rank that was skipped, or taken with an inf or NaN."""
     diagnoses: dict[int, list[DiagnosisRecord]] = {}
     for record in run.diagnoses:
         diagnoses.setdefault(record.step, []).append(record)
     for step in run.steps:
         if step.has_fault:
-            yield step.step, Skip(step.why_skipped, step.parameters, tuple(diagnoses.get(step.step, ())))
+            yield step.step, StepFault(step.why_skipped, step.parameters, tuple(diagnoses.get(step.step, ())))

@@ -28,8 +28,7 @@ from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
 from castwise.monitor._exchange import NoExchangeError
-from castwise.monitor._iterations import Iteration, Iterations
-from castwise.monitor._joint_replay import JointReplay, can_be_gathered, can_be_replayed
+from castwise.monitor._iterations import Iterations, MonitoredIteration
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
 from castwise.monitor._records import (
@@ -43,11 +42,12 @@ from castwise.monitor._records import (
 )
 from castwise.monitor._run_header import run_record
 from castwise.monitor._sample import Sample, sample_record
-from castwise.monitor._scaler_steps import ScalerSteps
+from castwise.monitor._scaler_steps import ScalerObserver
+from castwise.monitor._sharded_model_ranks import ShardedModelRanks, can_be_gathered, can_be_replayed
 from castwise.monitor._sinks import Sink, Sinks
-from castwise.monitor._skips import PARAMETERS_NAMED, Skip, agreed
+from castwise.monitor._skips import PARAMETERS_NAMED, StepFault, agreed
 from castwise.monitor._step_numbers import StepNumbers
-from castwise.monitor._step_sources import ScaledSteps, StepsByHand, StepSource, UnscaledSteps, steps_of
+from castwise.monitor._step_sources import OptimizerSource, ScalerSource, ScriptSource, StepSource, steps_of
 from castwise.tracing._module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -173,19 +173,19 @@ class Monitor:
         self._spikes, self._golden = spikes, check
         self._model, self._scaler, self._every = model, scaler, every
         self._optimizers = _unwrapped(optimizer)
-        self._steps = steps_of(scaler, self._optimizers)
+        self._source = steps_of(scaler, self._optimizers)
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
         self._quantized = QuantizedLayers(model)
-        self._recording = _recording_of(model, self._steps) if on_nonfinite else None
+        self._recording = _recording_of(model, self._source) if on_nonfinite else None
         self._weights = _earlier_weights() if snapshots else None
-        self._is_checked = (on_nonfinite is not None or spikes) and not self._steps.is_scaled
+        self._checks_steps = (on_nonfinite is not None or spikes) and not self._source.is_scaled
         self._skips_faults = self._is_late = self._has_lost_weights = False  # the first is set by `_LocalMonitor`
         self._guard = ErrorBoundary()
         self._model_hooks = ModuleHooks(self._guard)
         self._handles: list[Any] = []
-        self._checks: Checks | None = None
-        self._joint: JointReplay | None = None
+        self._invariant_checks: Checks | None = None
+        self._joint: ShardedModelRanks | None = None
         self._numbers = StepNumbers()
         self.diagnosis: Diagnosis | None = None
         """With `on_nonfinite`, the diagnosis of the last step with an inf or NaN; None if it was not replayed."""
@@ -249,18 +249,18 @@ class Monitor:
     def _start(self) -> None:
         on_accelerator = any(device_of(optimizer).type != "cpu" for optimizer in self._optimizers)
         # Whether steps are taken before it is known that a loss or a gradient is not finite.
-        self._is_late = self._is_checked and not self._skips_faults and on_accelerator
+        self._is_late = self._checks_steps and not self._skips_faults and on_accelerator
         self._joint = self._make_joint()
         self._ranks = self._make_ranks()
         if self._ranks.is_apart:
             self._sinks.set_apart(self._ranks.rank)
         self._iterations = Iterations(len(self._optimizers), self._begin)
-        self._numbers.start(self._steps.steps)
-        source, optimizers = self._steps, self._optimizers
-        self._by_hand = StepsByHand(source, len(optimizers)) if isinstance(source, ScaledSteps) else None
+        self._numbers.start(self._source.steps)
+        source, optimizers = self._source, self._optimizers
+        self._by_hand = ScriptSource(source, len(optimizers)) if isinstance(source, ScalerSource) else None
         scaler = self._scaler if source.is_scaled else None
-        self._scaler_steps = ScalerSteps(self._sample_skipped, self._model, optimizers, scaler, self._guard)
-        self._checks = self._make_checks()
+        self._scaler_steps = ScalerObserver(self._sample_skipped, self._model, optimizers, scaler, self._guard)
+        self._invariant_checks = self._make_checks()
         self._handles = [self._scaler_steps]  # from here on _remove has something to undo
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
@@ -268,10 +268,10 @@ class Monitor:
         self._handles += [
             # Before _on_step, which without a scaler is such a hook too and records the sample.
             *(optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers),
-            self._steps.register_gradients_hook(self._before_step),
-            self._steps.register_step_hook(self._on_step),
+            self._source.register_gradients_hook(self._before_step),
+            self._source.register_step_hook(self._on_step),
         ]
-        if self._is_checked and isinstance(source, UnscaledSteps):
+        if self._checks_steps and isinstance(source, OptimizerSource):
             check = source.register_check(self._on_fault, skips=self._skips_faults, joint=self._joint)
             self._handles.append(check)
         if self._recording is not None:
@@ -309,15 +309,15 @@ class Monitor:
         given = self._model, parameters, self._optimizers, self._exemptions
         return Checks(*given, self._on_broken, number, spikes=self._spikes)
 
-    def _make_joint(self) -> JointReplay | None:
+    def _make_joint(self) -> ShardedModelRanks | None:
         """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
         replays = self._recording is not None and not (self._is_late and self._weights is None)
-        if not (replays or (self._is_checked and self._skips_faults)):
+        if not (replays or (self._checks_steps and self._skips_faults)):
             return None
         if not can_be_gathered(self._model):
             return None
         try:
-            return JointReplay(self._model)
+            return ShardedModelRanks(self._model)
         except NoExchangeError as why:
             warn_or_print(f"batches of this model, which is split over ranks, are not replayed: {why}", RuntimeWarning)
             if self._recording is not None:
@@ -328,13 +328,15 @@ class Monitor:
     def _put_on_model(self) -> None:
         """Hook the model's forward for the checks, if it can have hooks."""
         is_compiled_in_place = is_compiled(self._model) and not wraps_compiled(self._model)
-        if self._checks is not None and not (is_compiled_in_place or isinstance(self._model, torch.jit.ScriptModule)):
+        if self._invariant_checks is not None and not (
+            is_compiled_in_place or isinstance(self._model, torch.jit.ScriptModule)
+        ):
             with self._guard:  # modes are checked at steps alone
-                self._model_hooks.put_on(self._model, self._checks.forward)
+                self._model_hooks.put_on(self._model, self._invariant_checks.forward)
 
     def _make_ranks(self) -> Ranks:
         model = type(names.modules(self._model)[""]).__name__  # the class inside the wrappers
-        return Ranks.together(model, self._every, agrees=self._steps.agrees or self._joint is not None)
+        return Ranks.together(model, self._every, agrees=self._source.agrees or self._joint is not None)
 
     def detach(self) -> None:
         """Record pending results, which waits for the device, and remove all hooks."""
@@ -343,7 +345,7 @@ class Monitor:
         if self._joint is not None:
             self._joint.close()  # first: other ranks may not detach at the same time, so nothing pending is replayed
         try:
-            self._steps.synchronize()  # may raise ScaleExhausted, which is the schedule's
+            self._source.synchronize()  # may raise ScaleExhausted, which is the schedule's
         finally:
             for end in (partial(self._record_steps_by_hand, all_=True), partial(self._finish, all_=True), self._remove):
                 with self._guard:  # one that fails must not keep the others
@@ -356,7 +358,7 @@ class Monitor:
             self._activations.stop,
             self._quantized.stop,
             self._model_hooks.remove,
-            *([] if self._checks is None else [self._checks.stop]),
+            *([] if self._invariant_checks is None else [self._invariant_checks.stop]),
             lambda: self._iterations.clear(),  # which a failed `attach` may not have made
             *([] if self._recording is None else [self._recording.detach]),
             *([] if self._joint is None else [self._joint.close]),
@@ -377,7 +379,7 @@ class Monitor:
     ) -> None:
         if error is None:
             self.detach()
-        elif self._handles and self._ranks.combine:
+        elif self._handles and self._ranks.combines_samples:
             self._remove()  # ranks that did not fail would not join in combining results
         else:
             with suppress(Exception):  # raise the training's error, not this one
@@ -391,11 +393,11 @@ class Monitor:
         optimizer = unwrapped(optimizer)
         if not self._knows(optimizer):
             return
-        self._numbers.begin(self._steps.iteration)
-        iteration = self._iterations.note_gradients(optimizer, self._steps.iteration)
-        if self._checks is not None:
+        self._numbers.begin(self._source.iteration)
+        iteration = self._iterations.note_gradients(optimizer, self._source.iteration)
+        if self._invariant_checks is not None:
             self._model_hooks.put_back()
-            self._checks.before_step(optimizer)
+            self._invariant_checks.before_step(optimizer)
             iteration.rates[optimizer] = rate_of(optimizer)
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
@@ -405,7 +407,7 @@ class Monitor:
             iteration.sample.measure_gradients(optimizer, scale)
             iteration.sample.keep_weights(optimizer)
 
-    def _begin(self, iteration: Iteration) -> None:
+    def _begin(self, iteration: MonitoredIteration) -> None:
         self._finish()  # the previous iteration is over now, even if some optimizers took no part
         if self._is_sampled(iteration.number):
             iteration.is_combined = True  # even if this rank fails to measure: the others wait for it
@@ -426,7 +428,7 @@ class Monitor:
         optimizer = unwrapped(optimizer)
         if self._scaler is not scaler or iteration is None or not self._knows(optimizer):
             return
-        is_wanted = self._ranks.combine_skips if self._ranks.combine else self._ranks.is_recorded
+        is_wanted = self._ranks.combines_faults if self._ranks.combines_samples else self._ranks.is_recorded
         if iteration.sample is None and is_wanted:
             iteration.sample = Sample(self._model, {})  # gradients only: it is too late for this step's outputs
             iteration.sample.measure_gradients(optimizer, scale, is_scaled=is_scaled)
@@ -436,23 +438,23 @@ class Monitor:
         iteration, batches = self._iterations.current, None
         if iteration is not None and self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())  # those of a closure
-            batches = None if checked.is_known else iteration.batches[optimizer]
+            batches = None if checked.follows_earlier_fault else iteration.batches[optimizer]
         facts = StepFacts(self._numbers.next, optimizer, 1.0, skipped=True, cause=checked.cause)
-        diagnosis = self._replayed(facts, batches)
+        diagnosis = self._replay(facts, batches)
         if not _is_explained(diagnosis):
             WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
 
     @guarded
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         iteration = self._iterations.current
-        if self._checks is not None and self._knows(optimizer):
-            self._checks.after_step(optimizer)
+        if self._invariant_checks is not None and self._knows(optimizer):
+            self._invariant_checks.after_step(optimizer)
         if iteration is not None and iteration.sample is not None:
             with self._guard:  # a step by hand is recorded anyway
                 iteration.sample.measure_update(optimizer)
         if self._by_hand is None or iteration is None or self._scaler_steps.is_stepping:
             return
-        if iteration.expects(optimizer, self._steps.iteration):
+        if iteration.expects(optimizer, self._source.iteration):
             self._by_hand.add(optimizer)
             self._record_steps_by_hand()
 
@@ -474,13 +476,13 @@ class Monitor:
         assert optimizer is not None
         iteration = self._iterations.note_facts(optimizer, facts)
         batches = None if iteration is None else iteration.batches.pop(optimizer, None)
-        facts = self._agreed(facts)
-        if self._steps.is_scaled:
-            diagnosis = self._replayed(facts, batches)
+        facts = self._agree(facts)
+        if self._source.is_scaled:
+            diagnosis = self._replay(facts, batches)
             if not _is_explained(diagnosis):
                 WATCH.judged(facts.loss, facts.cause is None)
         elif self._is_late:
-            diagnosis = self._replayed_late(facts, batches)
+            diagnosis = self._replay_late(facts, batches)
         else:  # `_on_fault` has replayed them
             diagnosis = None if batches is None else batches.diagnosis
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
@@ -489,12 +491,12 @@ class Monitor:
         self._finish()
         return diagnosis
 
-    def _record_step(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> None:
-        skip = self._skip(facts, iteration, diagnosis)
+    def _record_step(self, facts: StepFacts, iteration: MonitoredIteration | None, diagnosis: Diagnosis | None) -> None:
+        skip = self._combine_fault(facts, iteration, diagnosis)
         self._write(
             StepRecord(
                 step=facts.number,
-                scale=facts.scale if self._steps.is_scaled else None,
+                scale=facts.scale if self._source.is_scaled else None,
                 skipped=facts.skipped,
                 cause=skip.cause if skip else None,
                 rank=skip.rank if skip else None,
@@ -505,8 +507,8 @@ class Monitor:
                 lr=iteration.rates.get(facts.optimizer) if iteration and facts.optimizer else None,
             )
         )
-        if self._checks is not None and facts.optimizer is not None:
-            self._checks.step_known(facts.optimizer, facts.number, facts.loss, facts.grad_norm)
+        if self._invariant_checks is not None and facts.optimizer is not None:
+            self._invariant_checks.step_known(facts.optimizer, facts.number, facts.loss, facts.grad_norm)
         for record in skip.diagnoses if skip else ():
             self._write(record)
 
@@ -517,7 +519,7 @@ class Monitor:
         with self._guard:  # the step that completes them is recorded anyway
             for iteration in self._iterations.over(all_=all_):
                 # A rank without a sample joins as well, because the others wait for it.
-                if iteration.sample is not None or (iteration.is_combined and self._ranks.combine):
+                if iteration.sample is not None or (iteration.is_combined and self._ranks.combines_samples):
                     self._record_sample(iteration.sample, list(iteration.facts.values()))
 
     def _record_sample(self, sample: Sample | None, facts: list[StepFacts]) -> None:
@@ -525,7 +527,7 @@ class Monitor:
         with self._guard:
             if sample is not None:
                 mine = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
-        measured = self._ranks.sampled(first.number, mine)
+        measured = self._ranks.reduce_sample(first.number, mine)
         self._note_alone(first.number)
         if self._ranks.is_first:
             is_clipped = any(each.grad_norm is not None for each in facts)
@@ -535,24 +537,26 @@ class Monitor:
         if self._has_begun:
             self._write(EndRecord(self._numbers.last))
 
-    def _skip(self, facts: StepFacts, iteration: Iteration | None, diagnosis: Diagnosis | None) -> Skip | None:
+    def _combine_fault(
+        self, facts: StepFacts, iteration: MonitoredIteration | None, diagnosis: Diagnosis | None
+    ) -> StepFault | None:
         if facts.cause is None:
             return None
-        mine = Skip(facts.cause.value, ())
+        mine = StepFault(facts.cause.value, ())
         with self._guard:  # so that this rank joins the others in any case
             bad = set(facts.parameters)
             named = tuple(name for name, parameter in names.parameters(self._model).items() if parameter in bad)
             cause = facts.cause.value
             diagnoses = () if diagnosis is None else (DiagnosisRecord.of(facts.number, cause, diagnosis),)
-            mine = Skip(cause, named, diagnoses)
+            mine = StepFault(cause, named, diagnoses)
         has_sample = iteration is not None and iteration.sample is not None
-        known, is_sampled = self._ranks.skips(facts.number, mine, is_sampled=has_sample)
+        known, is_sampled = self._ranks.gather_faults(facts.number, mine, is_sampled=has_sample)
         self._note_alone(facts.number)
         if iteration is not None and is_sampled:
             iteration.is_combined = True
         return agreed(known, self._ranks.world_size)
 
-    def _diagnosed(self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None) -> Diagnosis | None:
+    def _diagnose(self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None) -> Diagnosis | None:
         if batches is not None:
             # Copies of parts of weights would not reach gathered ones.
             weights = self._weights if self._joint is None else None
@@ -564,7 +568,7 @@ class Monitor:
                 warn_or_print(text, RuntimeWarning)
         return self.diagnosis
 
-    def _replayed_late(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
+    def _replay_late(self, facts: StepFacts, batches: MicroBatches | None) -> Diagnosis | None:
         """Diagnose the first step that was taken with an inf or NaN.
 
         Its batch is replayed with weights from before it, if they are kept. The code of the loss needs no replay.
@@ -575,21 +579,21 @@ class Monitor:
         kept = None if self._weights is None else self._weights.latest(facts.number)
         if kept is not None:
             with kept.applied():
-                return self._replayed(facts, batches, weights_of=kept.step)
+                return self._replay(facts, batches, weights_of=kept.step)
         if batches is None:
             return None
         with self._guard:  # the step is recorded anyway
             self.diagnosis = batches.diagnose_loss(facts.cause)
         return batches.diagnosis
 
-    def _agreed(self, facts: StepFacts) -> StepFacts:
+    def _agree(self, facts: StepFacts) -> StepFacts:
         """Return the facts of a step with what other ranks of a split model know, if they arrive after the step."""
-        if self._joint is None or not (self._steps.is_scaled or self._is_late):
+        if self._joint is None or not (self._source.is_scaled or self._is_late):
             return facts
         (has_fault,) = self._joint.any(facts.cause is not None)
         return replace(facts, cause=Cause.ANOTHER_RANK) if has_fault and facts.cause is None else facts
 
-    def _replayed(
+    def _replay(
         self, facts: StepFacts, batches: MicroBatches | None, weights_of: int | None = None
     ) -> Diagnosis | None:
         """Diagnose a step; if the model is split over ranks, all call this at once and lend each other their parts."""
@@ -599,10 +603,10 @@ class Monitor:
             self.diagnosis = None
         is_wanted = batches is not None and self._is_wanted(facts.cause)
         if self._joint is None:
-            return self._diagnosed(facts, batches, weights_of) if is_wanted else None
+            return self._diagnose(facts, batches, weights_of) if is_wanted else None
         is_wanted = is_wanted and facts.cause is not Cause.ANOTHER_RANK
         with self._joint.gathered(is_wanted) as is_gathered:
-            return self._diagnosed(facts, batches, weights_of) if is_wanted and is_gathered else None
+            return self._diagnose(facts, batches, weights_of) if is_wanted and is_gathered else None
 
     def _is_wanted(self, cause: Cause) -> bool:
         """Return True if a step with this cause is to be diagnosed; under `castwise run` only some are."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from castwise.monitor._gzip_members import MOST_BYTES
-from castwise.monitor._records import Part
+from castwise.monitor._records import JsonObject
 
 _MEMORY = 64 << 20  # for the decompressor, whose dictionary the stream asks for
 _NAMED = "gradients", "activations", "weights"
 
 
 @dataclass(frozen=True)
-class _Names(Part):
+class _Names(JsonObject):
     gradients: tuple[str, ...] = ()
     owned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     activations: tuple[str, ...] = ()

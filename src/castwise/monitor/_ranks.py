@@ -13,7 +13,7 @@ from castwise._warnings import warn
 from castwise.monitor._exchange import Exchange, NoExchangeError
 from castwise.monitor._reduction import Reduction
 from castwise.monitor._sample import Measured
-from castwise.monitor._skips import Skip
+from castwise.monitor._skips import StepFault
 
 
 def rank_now() -> int:
@@ -75,21 +75,21 @@ class Ranks:
             return alone
 
     @property
-    def combine(self) -> bool:
+    def combines_samples(self) -> bool:
         """Whether ranks combine their samples."""
         return self._exchange is not None
 
     @property
     def is_recorded(self) -> bool:
         """Whether what this rank measures is written anywhere."""
-        return self.is_first or self.combine
+        return self.is_first or self.combines_samples
 
     @property
-    def combine_skips(self) -> bool:
+    def combines_faults(self) -> bool:
         """Whether ranks combine what they know of skipped steps: all ranks skip the same."""
         return self._exchange is not None and self._exchange.all_agree
 
-    def sampled(self, step: int, mine: Measured | None) -> Measured:
+    def reduce_sample(self, step: int, mine: Measured | None) -> Measured:
         """Return what all ranks have measured in a step; on other ranks than the first, what this one has.
 
         Args:
@@ -103,7 +103,7 @@ class Ranks:
                 self._end(why)
         return Measured() if mine is None else mine
 
-    def skips(self, step: int, mine: Skip, *, is_sampled: bool) -> tuple[Mapping[int, Skip], bool]:
+    def gather_faults(self, step: int, mine: StepFault, *, is_sampled: bool) -> tuple[Mapping[int, StepFault], bool]:
         """Return what ranks know of a skipped step, and whether any of them has sampled it for that reason.
 
         Args:
@@ -128,7 +128,7 @@ class Ranks:
             return alone
         if not self.is_first:
             return {self.rank: mine}, is_any_sampled
-        skips = {rank: Skip.from_numbers(header[0], texts[rank][: header[1]]) for rank, header in known.items()}
+        skips = {rank: StepFault.from_numbers(header[0], texts[rank][: header[1]]) for rank, header in known.items()}
         return skips, is_any_sampled
 
     def _texts(self, mine: bytes, longest: int) -> list[bytes]:

@@ -317,7 +317,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def file_in(path: str | os.PathLike[str]) -> Path:
+def path_to_write(path: str | os.PathLike[str]) -> Path:
     """Return the file to write for a path: the path itself, or `monitor.jsonl.gz` in a folder.
 
     Raises:
@@ -329,7 +329,7 @@ def file_in(path: str | os.PathLike[str]) -> Path:
     return path if path.name.endswith(_SUFFIX) and not path.is_dir() else path / FILE_NAME
 
 
-def record_in(path: str | os.PathLike[str]) -> Path:
+def path_to_read(path: str | os.PathLike[str]) -> Path:
     """Return the file to read for a path: a file itself, or that in a folder, which castwise 0.2 may have written."""
     path = Path(path)
     if path.is_file() or (path.name.endswith((_SUFFIX, ".jsonl")) and not path.is_dir()):

@@ -17,7 +17,7 @@ from castwise._invariants.invariant import EVENTS
 from castwise.monitor._formats import FP16
 from castwise.monitor._gzip_members import MOST_BYTES, is_packed, members
 from castwise.monitor._packed_samples import PackedSamples
-from castwise.monitor._record_file import FILE_NAME, FILE_NAME_0_2, record_in
+from castwise.monitor._record_file import FILE_NAME, FILE_NAME_0_2, path_to_read
 from castwise.monitor._records import (
     FORMAT,
     AloneRecord,
@@ -85,7 +85,7 @@ class Run:
             ValueError: A line before the last is not a valid record, any line is longer than 64 MiB, the only line is
                 not the start of a record, or the file was written by a later castwise with another format.
         """
-        run = cls(record_in(path))
+        run = cls(path_to_read(path))
         earlier = run.path.with_name(FILE_NAME_0_2)
         with paused():
             if run.path.name == FILE_NAME and earlier.is_file():

@@ -160,7 +160,7 @@ def _defaults(kind: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Part):
+    if isinstance(value, JsonObject):
         return value.to_json()
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
@@ -179,7 +179,7 @@ def _rounded(value: Any, digits: int = _DIGITS) -> Any:
 # -- classes ------------------------------------------------------------------------------------------------------
 
 
-class Part:
+class JsonObject:
     """A JSON object with a class: a frozen dataclass, of which the annotations say what is read."""
 
     @classmethod
@@ -203,14 +203,14 @@ class Part:
         return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
 
 
-class Record(Part):
+class Record(JsonObject):
     """A record of a run."""
 
     kind: ClassVar[str]
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object of all fields and the kind."""
-        return {"kind": self.kind, **Part.to_json(self)}
+        return {"kind": self.kind, **JsonObject.to_json(self)}
 
     def in_file(self) -> dict[str, Any]:
         """Return the JSON object for a file: without fields that have their default value."""
@@ -294,7 +294,7 @@ class StepRecord(Record):
 
 
 @dataclass(frozen=True)
-class FormatFit(Part):
+class FormatFit(JsonObject):
     """How elements v fit into a format.
 
     Args:
@@ -318,7 +318,7 @@ def _counts(value: Any) -> Sequence[int]:
 
 
 @dataclass(frozen=True)
-class Exponents(Part):
+class Exponents(JsonObject):
     """A histogram: `counts[i]` elements v have 2^e <= abs(v) < 2^(e + 1), where e = `lowest` + i."""
 
     lowest: Annotated[int, _integer(_LOWEST, _HIGHEST + 1)]
@@ -376,7 +376,7 @@ def nearest_exponent(scale: float) -> int:
 
 
 @dataclass(frozen=True)
-class Stats(Part):
+class Stats(JsonObject):
     """Statistics of the magnitudes of a tensor's elements.
 
     Args:
@@ -454,7 +454,7 @@ class Stats(Part):
 
 
 @dataclass(frozen=True)
-class Update(Part):
+class Update(JsonObject):
     """How far a step moved a parameter; see `_updates.update_of`."""
 
     update_to_weight: float
@@ -462,7 +462,7 @@ class Update(Part):
 
 
 @dataclass(frozen=True)
-class Operand(Part):
+class Operand(JsonObject):
     """The quantization error of one operand of a layer with a recipe; see `QuantizedSample.layers`."""
 
     saturated: float
@@ -472,7 +472,7 @@ class Operand(Part):
 
 
 @dataclass(frozen=True)
-class QuantizedLayer(Part):
+class QuantizedLayer(JsonObject):
     """The operands of a layer with a recipe that were measured."""
 
     recipe: str
@@ -482,7 +482,7 @@ class QuantizedLayer(Part):
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, without the operands that were not measured."""
-        return {name: value for name, value in Part.to_json(self).items() if value is not None}
+        return {name: value for name, value in JsonObject.to_json(self).items() if value is not None}
 
 
 @dataclass(frozen=True)

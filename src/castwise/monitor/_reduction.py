@@ -24,18 +24,18 @@ class Layout:
     """Names of what ranks have measured, in the order of their numbers in `Packed`.
 
     Args:
-        gradients: By parameter the number of distinct parts (see `_local_shards.Part`), and the shape of all parts
-            together if it is known.
+        gradients: By parameter the number of distinct parts (see `_local_shards.LocalShard`), and the shape of all
+            parts together if it is known.
         modules: Names of the parameters that each module owns.
         activations: Dtypes of outputs by module; "" if it is not known.
-        updates, left_out: Names of parameters.
+        updates, partial_sums: Names of parameters.
     """
 
     gradients: Mapping[str, tuple[int | None, Sequence[int] | None]]
     modules: Mapping[str, Sequence[str]]
     activations: Mapping[str, str]
     updates: Sequence[str]
-    left_out: Sequence[str]
+    partial_sums: Sequence[str]
 
     def to_bytes(self) -> bytes:
         """Return JSON for other ranks, the same for the same layout."""
@@ -54,7 +54,7 @@ def layout_of(measured: Measured) -> Layout:
         measured.modules,
         {name: measured.dtypes.get(name, "") for name in measured.activations},
         tuple(measured.updates),
-        tuple(measured.left_out),
+        tuple(measured.partial_sums),
     )
 
 
@@ -83,7 +83,7 @@ def joined(layouts: Mapping[int, Layout]) -> Layout:
         activations,
         *(
             tuple(dict.fromkeys(name for layout in layouts.values() for name in getattr(layout, kind)))
-            for kind in ("updates", "left_out")
+            for kind in ("updates", "partial_sums")
         ),
     )
 
@@ -157,7 +157,7 @@ def unpack(layout: Layout, of_all: torch.Tensor, packed: Packed, quantized: Mapp
         dict(zip(layout.activations, tallies[2 * number :], strict=True)),
         {name: sums[number + 4 * index :][:4] for index, name in enumerate(layout.updates)},
         quantized,
-        layout.left_out,
+        layout.partial_sums,
         {name: dtype for name, dtype in layout.activations.items() if dtype},
     )
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from castwise.monitor._merged_ranks import merge_ranks, name_and_rank, ranks_of
-from castwise.monitor._record_file import RUN_NAME, record_in
+from castwise.monitor._record_file import RUN_NAME, path_to_read
 from castwise.monitor._recorded_run import Run
 
 LATEST = "latest"
@@ -38,7 +38,7 @@ def run_in(folder: Path) -> Path:
     Raises:
         OSError: The folder cannot be read.
     """
-    names = [] if record_in(folder).is_file() else [name for name in os.listdir(folder) if _is_run(folder / name)]
+    names = [] if path_to_read(folder).is_file() else [name for name in os.listdir(folder) if _is_run(folder / name)]
     if not names:
         return folder
     latest = ""
@@ -66,8 +66,8 @@ def run_with_records(path: Path) -> tuple[Path, list[Path]]:
     """
     if not path.is_dir():
         return path, [path]
-    if record_in(path).is_file():
-        return path, [record_in(path)]
+    if path_to_read(path).is_file():
+        return path, [path_to_read(path)]
     run = run_in(path)
     return run, _of_run(run) if run == path else _with_other_ranks(run)
 
@@ -79,7 +79,7 @@ def _of_run(run: Path) -> list[Path]:
 
 
 def _of_models(folder: Path) -> list[Path]:
-    files = (record_in(folder / name) for name in sorted(os.listdir(folder)) if (folder / name).is_dir())
+    files = (path_to_read(folder / name) for name in sorted(os.listdir(folder)) if (folder / name).is_dir())
     return [file for file in files if file.is_file()]
 
 

@@ -14,7 +14,7 @@ from castwise.amp._gradients import params_and_grads
 from castwise.monitor import _module_names as names
 from castwise.monitor._exponents import Counter, count, tally
 from castwise.monitor._host_copies import HostCopies
-from castwise.monitor._local_shards import is_partial, part_of
+from castwise.monitor._local_shards import is_partial, local_shard
 from castwise.monitor._quantized_layers import QuantizedSample
 from castwise.monitor._records import QuantizedLayer, SampleRecord
 from castwise.monitor._tally import Tally
@@ -28,7 +28,7 @@ class OfGradient:
     Args:
         scaled: Tally of the gradient as the backward computed it.
         unscaled: Tally of the gradient divided by the scale.
-        distinct: See `_local_shards.Part`.
+        distinct: See `_local_shards.LocalShard`.
         squares: Sum of squares of the unscaled gradient.
         shape: Shape of all parts together; None if it is not known.
     """
@@ -50,7 +50,7 @@ class Measured:
         activations: Tallies by module.
         updates: Results of `_updates.compare` by parameter; empty if the step was skipped.
         quantized: Results of `QuantizedSample.layers` by layer.
-        left_out: Names of parameters whose gradients are partial sums, which only a collective could complete.
+        partial_sums: Names of parameters whose gradients are partial sums, which only a collective could complete.
         dtypes: Dtypes of outputs by module; see `Activations.dtypes`.
     """
 
@@ -59,7 +59,7 @@ class Measured:
     activations: Mapping[str, Tally] = field(default_factory=dict)
     updates: Mapping[str, list[float]] = field(default_factory=dict)
     quantized: Mapping[str, QuantizedLayer] = field(default_factory=dict)
-    left_out: Sequence[str] = ()
+    partial_sums: Sequence[str] = ()
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -83,7 +83,7 @@ class Sample:
         self._model, self._quantized, self._dtypes = model, quantized, dtypes
         self._outputs = HostCopies({(name, i): one for name, counts in outputs.items() for i, one in enumerate(counts)})
         self._parts: dict[str, tuple[int | None, tuple[int, ...] | None]] = {}  # distinct parts, and the shape of all
-        self._left_out: list[str] = []
+        self._partial_sums: list[str] = []
         self._is_scaled: dict[str, bool] = {}
         self._gradients: list[HostCopies[tuple[str, bool]]] = []
         self._squares: list[HostCopies[str]] = []
@@ -109,9 +109,9 @@ class Sample:
             if name is None:  # a parameter of another model
                 continue
             if is_partial(parameter.grad):
-                self._left_out.append(name)
+                self._partial_sums.append(name)
                 continue
-            part = part_of(parameter.grad, parameter)
+            part = local_shard(parameter.grad, parameter)
             self._parts[name] = part.distinct, None if part.distinct is None else tuple(parameter.shape)
             self._is_scaled[name] = is_scaled
             counter.add(part.local)
@@ -164,7 +164,7 @@ class Sample:
         }
         owned = {module: own for module, own in modules.items() if own}
         quantized = {} if self._quantized is None else self._quantized.layers()
-        return Measured(gradients, owned, activations, updates, quantized, self._left_out, self._dtypes)
+        return Measured(gradients, owned, activations, updates, quantized, self._partial_sums, self._dtypes)
 
     def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
         found = {key: counts for copies in self._gradients for key, counts in copies.wait().items()}
@@ -209,7 +209,7 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
         quantized: Results of `QuantizedSample.layers` on rank 0; only if layers have 8-bit or 4-bit recipes.
     """
     gradients = found.gradients
-    has_norm = bool(gradients) and not is_clipped and not found.left_out
+    has_norm = bool(gradients) and not is_clipped and not found.partial_sums
     modules = {}
     for module, own in found.modules.items():
         parts = [gradients[name] for name in own]

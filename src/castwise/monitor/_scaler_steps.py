@@ -18,7 +18,7 @@ from castwise.amp._observers import OBSERVERS, Observer
 _UPDATES = 3
 
 
-class ScalerSteps(Observer):
+class ScalerObserver(Observer):
     """Tracks whether a scaler is stepping, notifies a monitor of skips, and warns once if the monitor sees no step.
 
     It warns if the scale was updated three times after steps of the model and none of these steps was the monitor's.

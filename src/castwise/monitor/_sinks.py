@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from castwise._warnings import warn_or_print
-from castwise.monitor._record_file import RecordFile, beside, file_in
+from castwise.monitor._record_file import RecordFile, beside, path_to_write
 from castwise.monitor._records import Record
 from castwise.monitor._tensorboard_events import TensorBoard
 
@@ -65,7 +65,7 @@ class JSONL:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = RecordFile(file_in(path))
+        self._file = RecordFile(path_to_write(path))
 
     @property
     def path(self) -> Path:

@@ -19,7 +19,7 @@ _MOST_SPECIFIC_FIRST = (
 
 
 @dataclass(frozen=True)
-class Skip:
+class StepFault:
     """A step that was skipped, or was taken with an inf or NaN, as known to one rank or to all ranks together.
 
     Args:
@@ -40,13 +40,13 @@ class Skip:
         return _place(self.cause), json.dumps(rest).encode() if any(rest) else b""
 
     @classmethod
-    def from_numbers(cls, cause: int, rest: bytes) -> Skip:
+    def from_numbers(cls, cause: int, rest: bytes) -> StepFault:
         """Return the skip that a rank has sent."""
         parameters, diagnoses = json.loads(rest) if rest else ((), ())
         return cls(_MOST_SPECIFIC_FIRST[cause], tuple(parameters), tuple(map(DiagnosisRecord.from_json, diagnoses)))
 
 
-def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
+def agreed(ranks: Mapping[int, StepFault], size: int) -> StepFault:
     """Combine the skips of all ranks. The rank whose batch is at fault knows more than those that got its gradients.
 
     Args:
@@ -60,7 +60,7 @@ def agreed(ranks: Mapping[int, Skip], size: int) -> Skip:
         # No other rank is left. All losses and gradients were finite, but the factor to unscale and clip them was not.
         cause = causes.OVERFLOW
     named = dict.fromkeys(name for skip in ranks.values() for name in skip.parameters)
-    return Skip(
+    return StepFault(
         cause,
         tuple(named),
         tuple(_diagnoses({rank: ranks[rank] for rank in at_fault}, size, cause)),
@@ -72,7 +72,7 @@ def _place(cause: str) -> int:
     return _MOST_SPECIFIC_FIRST.index(cause if cause in _MOST_SPECIFIC_FIRST else causes.UNKNOWN)
 
 
-def _diagnoses(at_fault: Mapping[int, Skip], size: int, cause: str) -> list[DiagnosisRecord]:
+def _diagnoses(at_fault: Mapping[int, StepFault], size: int, cause: str) -> list[DiagnosisRecord]:
     """Return the diagnoses with a fault, one per place; without any, one clean diagnosis."""
     by_place: dict[tuple[str, ...], DiagnosisRecord] = {}
     for rank, skip in at_fault.items():

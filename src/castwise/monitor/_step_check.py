@@ -29,7 +29,7 @@ class Checked:
         grad_norm: The norm of all gradients, before they were clipped.
         parameters: The parameters whose gradients are not finite.
         is_skipped: Whether the step is skipped for it.
-        is_known: Whether an earlier fault has spoilt the weights.
+        follows_earlier_fault: Whether an earlier fault has spoilt the weights.
     """
 
     cause: Cause | None = None
@@ -38,7 +38,7 @@ class Checked:
     grad_norm: float | None = None
     parameters: tuple[torch.Tensor, ...] = ()
     is_skipped: bool = False
-    is_known: bool = False
+    follows_earlier_fault: bool = False
 
     def added_to(self, facts: StepFacts) -> StepFacts:
         """Return the facts of a step with those of this check."""
@@ -99,8 +99,8 @@ class StepCheck:
         cause = _cause(not bad, known_loss)
         if cause is not None and not all(map(_is_finite, params)):
             cause = Cause.NONFINITE_WEIGHTS
-        is_split = any(hasattr(kind, "to_local") for kind in set(map(type, params)))  # then it is this rank's part's
-        return Checked(cause, bool(bad), known_loss, None if is_split else norm, bad)
+        is_dtensor = any(hasattr(kind, "to_local") for kind in set(map(type, params)))  # then it is this rank's part's
+        return Checked(cause, bool(bad), known_loss, None if is_dtensor else norm, bad)
 
     def check_late(self, optimizer: torch.optim.Optimizer) -> LateCheck:
         """Start to check a step on an accelerator, without waiting for it."""

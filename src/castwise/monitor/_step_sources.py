@@ -14,7 +14,7 @@ from castwise._guard import ErrorBoundary, guarded
 from castwise.amp._outcomes import StepFacts
 from castwise.amp._readback import DELAY, Readback
 from castwise.monitor._checked_steps import CheckedSteps, OnFault, device_of
-from castwise.monitor._joint_replay import JointReplay
+from castwise.monitor._sharded_model_ranks import ShardedModelRanks
 from castwise.monitor._step_check import LateCheck
 
 
@@ -53,7 +53,7 @@ class StepSource(Protocol):
         """Report all pending steps, which waits for the device."""
 
 
-class ScaledSteps:
+class ScalerSource:
     """The steps of an enabled scaler.
 
     Args:
@@ -100,7 +100,7 @@ class ScaledSteps:
         return scale, self._scaler._iteration.loss(scale.device)
 
 
-class UnscaledSteps:
+class OptimizerSource:
     """The steps of optimizers without a scaler, observed with hooks. The scale is 1.
 
     Losses are unknown unless steps are checked.
@@ -136,7 +136,9 @@ class UnscaledSteps:
         door = self._guard.door(call)
         return _Handles([optimizer.register_step_pre_hook(door) for optimizer in self._optimizers])
 
-    def register_check(self, on_fault: OnFault, *, skips: bool = False, joint: JointReplay | None = None) -> Handle:
+    def register_check(
+        self, on_fault: OnFault, *, skips: bool = False, joint: ShardedModelRanks | None = None
+    ) -> Handle:
         """Check each step before it is taken; see `CheckedSteps`. Register it after the hook of gradients."""
         self._checked_steps = CheckedSteps(self._optimizers, on_fault, skips, self._guard, joint)
         return self._checked_steps
@@ -172,7 +174,7 @@ class UnscaledSteps:
                 hook(facts)
 
 
-class StepsByHand:
+class ScriptSource:
     """Steps that a script takes itself although it has a scaler, as scripts do that check for inf and NaN themselves.
 
     None is skipped. They reach the host as late as the scaler's.
@@ -182,7 +184,7 @@ class StepsByHand:
         optimizers: Number of optimizers.
     """
 
-    def __init__(self, source: ScaledSteps, optimizers: int) -> None:
+    def __init__(self, source: ScalerSource, optimizers: int) -> None:
         self._source, self._optimizers = source, optimizers
         self._waiting: deque[tuple[torch.optim.Optimizer, int, bool, Readback]] = deque()
 
@@ -212,13 +214,13 @@ def steps_of(scaler: Any, optimizers: list[torch.optim.Optimizer]) -> StepSource
         TypeError: The scaler does not report its steps.
     """
     if scaler is None or not scaler.is_enabled():
-        return UnscaledSteps(optimizers)
+        return OptimizerSource(optimizers)
     if not hasattr(scaler, "register_step_hook"):
         raise TypeError(
             f"a monitor needs a scaler that reports its steps, got {type(scaler).__module__}.{type(scaler).__name__}: "
             "use castwise.GradScaler or castwise.ShardedGradScaler, which accept the same arguments"
         )
-    return ScaledSteps(scaler)
+    return ScalerSource(scaler)
 
 
 class _Handles:

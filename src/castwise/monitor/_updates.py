@@ -10,7 +10,7 @@ import torch
 from castwise.amp._gradients import params_and_grads
 from castwise.amp._measure import wide
 from castwise.monitor._exponents import piece_size
-from castwise.monitor._local_shards import is_partial, part_of
+from castwise.monitor._local_shards import is_partial, local_shard
 from castwise.monitor._records import Update
 
 
@@ -109,7 +109,7 @@ class Updates:
             for parameter in params_and_grads(optimizer)[0]
             if (parameter.is_floating_point() or parameter.is_complex()) and not is_partial(parameter)
         ]
-        weights = [part_of(parameter.detach()).local for parameter in kept]
+        weights = [local_shard(parameter.detach()).local for parameter in kept]
         copies = [torch.empty_like(weight) for weight in weights]
         if copies:
             torch._foreach_copy_(copies, weights)
@@ -123,7 +123,7 @@ class Updates:
     def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """Return a result of `compare` for each parameter, and drop the copies."""
         kept = self._before.pop(optimizer, ())
-        pairs = [(before, part_of(parameter.detach()).local) for parameter, before in kept]
+        pairs = [(before, local_shard(parameter.detach()).local) for parameter, before in kept]
         return dict(zip((parameter for parameter, _ in kept), compare_together(pairs), strict=True))
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from castwise._torch_private import is_fsdp_flattened
 from castwise.amp.grad_scaler import GradScaler
-from castwise.monitor._local_shards import is_split
+from castwise.monitor._local_shards import is_dtensor
 
 Precision: TypeAlias = Literal["16-mixed", "bf16-mixed"]
 
@@ -71,7 +71,7 @@ class Scaling:
             yield from model.parameters()
 
     def _is_split(self) -> bool:
-        return any(is_split(parameter) or is_fsdp_flattened(parameter) for parameter in self._parameters())
+        return any(is_dtensor(parameter) or is_fsdp_flattened(parameter) for parameter in self._parameters())
 
     def _check_rank_agreement(self) -> None:
         scaler, dist = self.scaler, torch.distributed

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.ranks import run
 from torch import nn
 
-from castwise.monitor._joint_replay import can_be_gathered, can_be_replayed
+from castwise.monitor._sharded_model_ranks import can_be_gathered, can_be_replayed
 
 CASES = ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late")
 

@@ -1,4 +1,4 @@
-"""`JointReplay`: ranks that hold a part of a model each agree on faults, and gather the weights for a replay."""
+"""`ShardedModelRanks`: ranks that hold a part of a model each agree on faults, and gather the weights for a replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from castwise._registered_hooks import hooks_of
 from castwise._torch_private import fsdp_mixed_precision
 from castwise._warnings import warn_or_print
 from castwise.monitor._exchange import Exchange, NoExchangeError
-from castwise.monitor._local_shards import fully_sharded, is_split, is_split_over_ranks
+from castwise.monitor._local_shards import fully_sharded, is_dtensor, is_split_over_ranks
 from castwise.policy._casting import cast_floats
 
 _MOST_OF_FREE = 0.25  # of the memory that is free, for the parts of the other ranks
@@ -24,7 +24,7 @@ _FLAGS = 4
 _FSDP = "torch.distributed.fsdp"
 
 
-class JointReplay:
+class ShardedModelRanks:
     """Gathers the weights of an FSDP2 model on each rank, so that each replays its batch alone.
 
     Ranks meet in an `Exchange`. If one does not come, or fails, nothing is replayed any more. Each rank says so once.
@@ -95,7 +95,7 @@ class JointReplay:
         self._exchange = None
 
     def _has_memory(self) -> bool:
-        params: list[Any] = [param for param in self._model.parameters() if is_split(param)]
+        params: list[Any] = [param for param in self._model.parameters() if is_dtensor(param)]
         nbytes = sum(param.numel() * param.element_size() for param in params)
         # The mesh has the device of the gathered weights, also where the parts are kept in the host's memory.
         free = _free_bytes(params[0].device_mesh.device_type) if params else None
@@ -115,7 +115,7 @@ def can_be_gathered(model: nn.Module) -> bool:
     """
     units = fully_sharded(model)
     of_units = {id(param) for unit in units for param in unit.parameters()}
-    split = [param for param in model.parameters() if is_split(param)]
+    split = [param for param in model.parameters() if is_dtensor(param)]
     return (
         is_split_over_ranks(model)
         and bool(units)
@@ -139,7 +139,7 @@ def _is_wrapped_by_fsdp(value: Any) -> bool:
 @contextmanager
 def _gathered(model: nn.Module) -> Iterator[None]:
     units = fully_sharded(model)
-    split = [unit for unit in units if any(is_split(param) for param in _own_parameters(unit))]
+    split = [unit for unit in units if any(is_dtensor(param) for param in _own_parameters(unit))]
     try:
         for unit in split:
             unit.unshard()
