@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 
+from castwise._layered_functions import LayeredFunction
 from castwise._torch_private import TorchDispatchMode, schema_of, tree_map
 from castwise.tracing._op_by_op import call_op
 
@@ -30,7 +31,8 @@ WIDE = {
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
 _ATTENTION = "scaled_dot_product"
-_CONVOLUTIONS = {torch.conv1d, torch.conv2d, torch.conv3d}
+# Replaced rather than caught by a TorchFunctionMode, which would cost a call of Python for each function of torch.
+_CONVOLUTIONS = [LayeredFunction(name, torch, functional) for name in ("conv1d", "conv2d", "conv3d")]
 
 
 class _Facts(NamedTuple):
@@ -172,15 +174,10 @@ _SPECIAL: dict[str, Callable[..., Any]] = {
 }
 
 
-class _WideConvolutions(TorchFunctionMode):
-    """Widens what convolutions read: they refuse a bias of another dtype than the input before `Promotion` is asked."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function."""
-        kwargs = kwargs or {}
-        if func in _CONVOLUTIONS:
-            args, kwargs = tree_map(widen, (args, kwargs))
-        return func(*args, **kwargs)
+def _widen_first(convolution: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a convolution, which refuses a bias of another dtype than the input before `Promotion` is asked."""
+    args, kwargs = tree_map(widen, (args, kwargs))
+    return convolution(*args, **kwargs)
 
 
 @contextmanager
@@ -188,8 +185,12 @@ def exact_arithmetic() -> Iterator[None]:
     """Compute in float64 in the block: see `Promotion`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    for convolution in _CONVOLUTIONS:
+        convolution.add(_widen_first)
     try:
-        with _WideConvolutions(), Promotion():
+        with Promotion():
             yield
     finally:
+        for convolution in _CONVOLUTIONS:
+            convolution.remove(_widen_first)
         torch.set_default_dtype(before)
