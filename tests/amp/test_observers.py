@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import castwise
-from castwise.amp._observers import OBSERVERS, Observer, registered
+from castwise.amp._observers import OBSERVERS, Observer, add_hook
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def train(**options: Any) -> tuple[castwise.GradScaler, torch.Tensor]:
 def test_a_step_is_distinguished_from_its_scaler_to_its_update(events: list[str]) -> None:
     train()
     made, entered, left, scaled, stepping, *inside, stepped, updating = events
-    assert [made, entered, left, scaled] == ["scaler_made wanted=True", "entered", "left", "scaled"]
+    assert [made, entered, left, scaled] == ["scaler_created wanted=True", "entered", "left", "scaled"]
     assert (stepping, inside, stepped, updating) == ("stepping", ["unscaling"], "stepped", "updating is_set=False")
 
 
@@ -66,8 +66,8 @@ def test_clipping_saving_loading_and_asking_are_reported(events: list[str]) -> N
         call()  # type: ignore[no-untyped-call]
     calls = " ".join(events).split(" -- ")[1:]
     assert calls[:4] == ["scaled", "unscaling", "unscaling", "updating is_set=True"]
-    assert set(calls[4].split()) == {"asked", "saved", "loaded"}
-    assert calls[5] == "asked"
+    assert set(calls[4].split()) == {"reading_scale", "saving", "loaded"}
+    assert calls[5] == "reading_scale"
 
 
 def test_the_end_of_a_step_that_fails_is_reported(events: list[str]) -> None:
@@ -80,7 +80,7 @@ def test_the_end_of_a_step_that_fails_is_reported(events: list[str]) -> None:
 
 def test_of_a_disabled_scaler_steps_are_reported(events: list[str]) -> None:
     train(enabled=False)
-    assert events == ["scaler_made wanted=False", "entered", "left", "stepping", "stepped"]
+    assert events == ["scaler_created wanted=False", "entered", "left", "stepping", "stepped"]
 
 
 def test_nothing_changes_for_being_observed(events: list[str]) -> None:
@@ -93,7 +93,7 @@ def test_nothing_changes_for_being_observed(events: list[str]) -> None:
 
 def test_an_observer_may_leave_out_what_it_does_not_want_to_know() -> None:
     class Saves(Observer):
-        def saved(self, scaler: Any) -> None:
+        def saving(self, scaler: Any) -> None:
             saved.append(scaler)
 
     saved: list[Any] = []
@@ -109,7 +109,7 @@ def test_an_observer_may_leave_out_what_it_does_not_want_to_know() -> None:
 
 def test_a_hook_is_there_until_its_handle_removes_it() -> None:
     hooks: OrderedDict[int, Any] = OrderedDict()
-    first, second = registered(hooks, "first"), registered(hooks, "second")
+    first, second = add_hook(hooks, "first"), add_hook(hooks, "second")
     assert list(hooks.values()) == ["first", "second"]
     first.remove()
     assert list(hooks.values()) == ["second"]
@@ -133,7 +133,7 @@ def test_they_are_given_the_scaler_and_the_optimizer() -> None:
             scaler.scale(loss := weight.sum())
             weight.grad = torch.ones(2)
             getattr(scaler, call)(optimizer, *([] if call in ("unscale_", "step") else [1.0]))
-            assert given["scaler_made"] == (scaler,)
+            assert given["scaler_created"] == (scaler,)
             assert given["scaled"][0] is scaler
             assert given["scaled"][1] is loss
             assert given["unscaling"] == (scaler, optimizer)
@@ -142,10 +142,10 @@ def test_they_are_given_the_scaler_and_the_optimizer() -> None:
         with castwise.autocast("cpu", dtype=torch.bfloat16) as region:
             pass
         scaler.get_scale()
-        saved = given.pop("saved")
+        saved = given.pop("saving")
         copy.deepcopy(scaler)
     finally:
         OBSERVERS[:] = [other for other in OBSERVERS if other is not observer]
     assert given["entered"] == given["left"] == (region,)
     assert given["stepping"] == given["stepped"] == (scaler, optimizer)
-    assert given["updating"] == saved == given["saved"] == given["loaded"] == given["asked"] == (scaler,)
+    assert given["updating"] == saved == given["saving"] == given["loaded"] == given["reading_scale"] == (scaler,)

@@ -46,7 +46,7 @@ class Checkpoints(Finder):
         if self._is_scaled.get(optimizer) and not self._scaler_saved:
             self._saved_alone = self._saved_alone or caller()
 
-    def saved(self, scaler: Any) -> None:
+    def saving(self, scaler: Any) -> None:
         """Record that the scaler's state was saved too."""
         self._scaler_saved = True
         self._saved_alone = None

@@ -28,7 +28,7 @@ class Scalers(Finder):
         self._dtypes: set[torch.dtype] = set()
         self._bf16_iterations = 0
 
-    def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
+    def scaler_created(self, scaler: Any, *, wanted: bool) -> None:
         """Record the calling line. Report a scaler that is disabled although `enabled=True` was requested."""
         self._made[scaler] = place = caller()
         if wanted and not scaler.is_enabled():

@@ -197,7 +197,7 @@ class Watch(Observer):
     # -- events: see `Observer` and `Finder` --------------------------------------------------------------------
 
     model_found, file_saved, state_loaded = map(_to_finders, ("model_found", "file_saved", "state_loaded"))
-    scaler_made, saved, loaded = map(_to_finders, ("scaler_made", "saved", "loaded"))
+    scaler_created, saving, loaded = map(_to_finders, ("scaler_created", "saving", "loaded"))
     entered, left, compiled = map(_to_finders, ("entered", "left", "compiled"))
     advanced, skipped, judged = map(_to_finders, ("advanced", "skipped", "judged"))
     will_draw_again = _to_finders("will_draw_again")
@@ -222,11 +222,11 @@ class Watch(Observer):
         scaled.register_hook(self._guard.door(start))  # type: ignore[no-untyped-call]  # torch's
 
     @guarded
-    def asked(self, scaler: Any) -> None:
+    def reading_scale(self, scaler: Any) -> None:
         """Record that the script asked for the scale, and notify the finders."""
         if not self._is_elsewhere():
             self.is_by_hand = True
-            self._each("asked", scaler)
+            self._each("reading_scale", scaler)
 
     @guarded
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:

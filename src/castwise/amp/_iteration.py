@@ -188,7 +188,7 @@ class OptimizerRecord(TorchStateMapping):
     found_inf_per_device: dict[torch.device, torch.Tensor] = field(default_factory=dict)
     """fp32, one element each: not 0 if a gradient on the device is not finite. Tools may replace or write to them."""
     is_reduced: bool = True
-    """Whether `found_inf_per_device` is already reduced over all ranks."""
+    """Whether `found_inf_per_device` is already reduced over all ranks; True also while there is nothing to reduce."""
     grads_before_later_loss: Snapshot | None = None
     """If a loss was scaled after clipping: the gradients at that moment, to which its backward must not add."""
     step_taken: bool | None = None
@@ -249,6 +249,7 @@ class OptimizerRecord(TorchStateMapping):
         if call == "step":
             ours = RuntimeError("Call scaler.update() once per iteration, after the last step()")
             raise torch_words.error(ours, lambda: torch_scaler.step(nothing))
+        # After torch's words this is a sentence, "Call it ..."; alone it follows a colon.
         hint = "all it before step(), or call scaler.update() first to begin a new iteration"
         if call == "unscale_":
             raise torch_words.error(RuntimeError(f"C{hint}"), lambda: torch_scaler.unscale_(nothing))
@@ -371,7 +372,7 @@ class OptimizerStates(defaultdict[int, Any]):
         if isinstance(state, OptimizerRecord) and id(state.optimizer) == key:  # one that was deleted
             self.iteration.records[key] = state
             self.iteration.unclaimed.pop(key, None)
-            if not state.state.awaits_unscaling:
+            if not state.state.awaits_unscaling:  # deleting it has marked the gradients as scaled
                 state.info.shared.note_unscaled(params_of(state.optimizer))
             dict.__setitem__(self, key, state)
             return

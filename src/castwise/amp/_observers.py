@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 class Observer:
     """An observer of scalers and regions; a subclass overrides what it needs."""
 
-    def scaler_made(self, scaler: Any, *, wanted: bool) -> None:
+    def scaler_created(self, scaler: Any, *, wanted: bool) -> None:
         """A scaler was created; `wanted` is True if it was meant to be enabled."""
 
     def scaled(self, scaler: Any, loss: torch.Tensor, scaled: torch.Tensor) -> None:
         """An enabled scaler has scaled a loss and is about to return the result."""
 
-    def asked(self, scaler: Any) -> None:
+    def reading_scale(self, scaler: Any) -> None:
         """The scale is about to be read as a number, with which gradients may be unscaled by hand."""
 
     def unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -45,7 +45,7 @@ class Observer:
     def updating(self, scaler: Any, *, is_set: bool) -> None:
         """`update` of an enabled scaler begins; `is_set` is True if it was given a new scale."""
 
-    def saved(self, scaler: Any) -> None:
+    def saving(self, scaler: Any) -> None:
         """The scaler's state is about to be saved."""
 
     def loaded(self, scaler: Any) -> None:
@@ -75,7 +75,7 @@ OBSERVERS: list[Observer] = []
 
 
 @contextmanager
-def step_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def notify_of_step(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Notify observers of the beginning and end of a step."""
     for observer in OBSERVERS:
         observer.stepping(scaler, optimizer)
@@ -86,7 +86,7 @@ def step_of(scaler: Any, optimizer: torch.optim.Optimizer) -> Iterator[None]:
             observer.stepped(scaler, optimizer)
 
 
-def registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+def add_hook(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     """Add a hook, and return the handle that removes it."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

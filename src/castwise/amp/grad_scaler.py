@@ -53,7 +53,7 @@ from castwise.amp._iteration import (
     Stepped,
     Unscaled,
 )
-from castwise.amp._observers import OBSERVERS, registered, step_of
+from castwise.amp._observers import OBSERVERS, add_hook, notify_of_step
 from castwise.amp._outcomes import Outcomes, StepFacts
 from castwise.amp._readback import ScaleBound, any_set
 from castwise.amp._schedules import Dynamic, IterationFacts, Schedule, on_device
@@ -182,7 +182,7 @@ class GradScaler(torch.amp.GradScaler):
         self._reset_process_state()
         for observer in OBSERVERS:
             # A scaler that has disabled itself for lack of CUDA was still wanted.
-            observer.scaler_made(self, wanted=wanted)
+            observer.scaler_created(self, wanted=wanted)
 
     _keeps_loss_dtype = False  # a loss of shape () in half precision becomes fp32, as in torch
 
@@ -778,7 +778,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not OBSERVERS:
             return self._step(optimizer, *args, **kwargs)
-        with step_of(self, optimizer):
+        with notify_of_step(self, optimizer):
             return self._step(optimizer, *args, **kwargs)
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -858,7 +858,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._agreement is not None:
             self._reduce_found_inf("step")
         found_inf = measure.combine(record.found_inf_per_device.values(), scale)  # fused kernels compare it with 1
-        may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)  # an accelerator decides without the host
+        # An accelerator decides without the host, so observers hear of a skip on a CPU only.
+        may_be_skipped = not found_inf.is_cpu or self._decide_skip(record)
         attributes = {"grad_scale": self._grad_scale(record), "found_inf": found_inf}
         # The factor does not contain a grad_scale that the user has set.
         if (
@@ -1204,7 +1205,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             A handle whose `remove()` unregisters the hook.
         """
-        return registered(self._outcomes.hooks, hook)
+        return add_hook(self._outcomes.hooks, hook)
 
     def register_gradients_hook(self, hook: Callable[[torch.optim.Optimizer, torch.Tensor], object]) -> RemovableHandle:
         """Call a function before an optimizer's gradients are read or changed for the first time in an iteration.
@@ -1218,7 +1219,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             A handle whose `remove()` unregisters the hook.
         """
-        return registered(self._gradients_hooks, hook)
+        return add_hook(self._gradients_hooks, hook)
 
     def _run_gradients_hooks(self, record: OptimizerRecord) -> None:
         if self._gradients_hooks and not record.hooks_ran:
@@ -1265,7 +1266,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return 1.0
         for observer in OBSERVERS:
-            observer.asked(self)
+            observer.reading_scale(self)
         scale = self._get_scale_async()
         return self._init_scale if scale is None else float(scale.item())
 
@@ -1372,7 +1373,7 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         self.synchronize()
         for observer in OBSERVERS:
-            observer.saved(self)
+            observer.saving(self)
         schedule, (steps, skips, skips_in_a_row) = self._refresh_schedule(), self._outcomes.counts
         numbers: dict[str, Any] = {
             "scale": self.get_scale(),
@@ -1442,7 +1443,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             self.synchronize()
         for observer in OBSERVERS:
-            observer.saved(self)
+            observer.saving(self)
         return state | {
             "_init_scale": self.get_scale() if self._enabled else self._init_scale,
             "_init_growth_tracker": self._get_growth_tracker(),
