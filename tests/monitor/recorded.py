@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from castwise.monitor._gzip_members import packed
+from castwise.monitor._gzip_members import gzip_member
 
 Record = dict[str, Any]
 
@@ -115,7 +115,7 @@ def write(folder: Path, *records: Record, **settings: Any) -> Path:
 
 def write_lines(path: Path, *lines: str) -> None:
     """Write a file with these lines, each a gzip member, as castwise writes records."""
-    path.write_bytes(b"".join(packed(f"{line}\n".encode()) for line in lines))
+    path.write_bytes(b"".join(gzip_member(f"{line}\n".encode()) for line in lines))
 
 
 def lines_in(path: Path) -> list[str]:

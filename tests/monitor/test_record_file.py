@@ -21,7 +21,7 @@ from tests.monitor.crashing import kill_writers
 from castwise import _files
 from castwise.monitor import JSONL, Run, Sinks
 from castwise.monitor import _record_file as record_file
-from castwise.monitor._gzip_members import HEADER, packed
+from castwise.monitor._gzip_members import HEADER, gzip_member
 from castwise.monitor._records import Record, record_from
 from castwise.report._summary import Summary
 
@@ -275,7 +275,9 @@ def test_an_existing_file_of_something_else_is_refused_and_left_as_it_is(content
     assert {path.read_bytes() for path in tmp_path.rglob("*.jsonl.gz")} == {content}
 
 
-@pytest.mark.parametrize("content", [b"", HEADER[:1], HEADER, b"\0" * 100, packed(b'{"kind": "run", "format": 1')[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"", HEADER[:1], HEADER, b"\0" * 100, gzip_member(b'{"kind": "run", "format": 1')[:-9]]
+)
 def test_what_a_crash_has_left_of_a_record_is_continued(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "monitor.jsonl.gz").write_bytes(content)
     with JSONL(tmp_path) as sink:

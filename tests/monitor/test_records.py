@@ -19,7 +19,7 @@ import castwise
 from castwise.monitor import Run
 from castwise.monitor import _record_file as record_file
 from castwise.monitor._exponents import count, tally
-from castwise.monitor._gzip_members import end_of_whole, packed
+from castwise.monitor._gzip_members import end_of_whole, gzip_member
 from castwise.monitor._gzip_members import samples as samples_of
 from castwise.monitor._records import Exponents, SampleRecord, Stats, StepRecord, record_from
 
@@ -161,7 +161,7 @@ def test_members_of_samples_are_found_also_across_blocks() -> None:
     for size in (1 << 20, (1 << 20) - 100, (1 << 20) + 3):
         for is_sample in (False, True):
             start = content.tell()
-            content.write(packed(random.Random(size).randbytes(size - start % 97), is_sample=is_sample))
+            content.write(gzip_member(random.Random(size).randbytes(size - start % 97), is_sample=is_sample))
             places += [(start, content.tell())] * is_sample
     assert [*samples_of(content)] == places
     assert end_of_whole(content) == places[-1][1]

@@ -15,7 +15,7 @@ from castwise.monitor._exchange import Exchange, NoExchangeError
 from castwise.monitor._exponents import count, tally
 from castwise.monitor._ranks import Ranks
 from castwise.monitor._reduction import Reduction
-from castwise.monitor._sample import Measured, OfGradient
+from castwise.monitor._sample import GradientTallies, Measured
 from castwise.monitor._skips import StepFault
 from castwise.monitor._tally import Tally
 
@@ -48,7 +48,7 @@ def measured(gradients: int, outputs: int, name: str = "layer") -> Measured:
     spread = of(1.0, 2.0 ** (EXPONENTS - 1))
     names = [f"{name}.{number}" for number in range(gradients)]
     return Measured(
-        {each: OfGradient(spread, spread, 1) for each in names},
+        {each: GradientTallies(spread, spread, 1) for each in names},
         activations={f"module.{number}": spread for number in range(outputs)},
         updates={each: [1.0] * 4 for each in names},
     )

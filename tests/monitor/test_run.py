@@ -19,7 +19,7 @@ import castwise
 from castwise.monitor import JSONL, Run
 from castwise.monitor import _gzip_members as gzip_members
 from castwise.monitor._gzip_members import HEADER as HEADER_OF_MEMBER
-from castwise.monitor._gzip_members import MOST_BYTES, packed
+from castwise.monitor._gzip_members import MOST_BYTES, gzip_member
 from castwise.monitor._records import AloneRecord, DiagnosisRecord, MistakeRecord, RunRecord, SampleRecord, StepRecord
 from castwise.report._summary import Summary
 
@@ -123,10 +123,10 @@ def test_members_that_unpack_to_too_much_are_refused(tmp_path: Path, monkeypatch
     path = tmp_path / "monitor.jsonl.gz"
     monkeypatch.setattr(gzip_members, "MOST_BYTES", 1 << 16)
     step = json.dumps({"kind": "step", "step": 1})
-    path.write_bytes(packed(step.encode() + b" " * (1 << 16)))
+    path.write_bytes(gzip_member(step.encode() + b" " * (1 << 16)))
     with pytest.raises(ValueError, match=r"line 1 .*: it has more than 65,536 bytes, the limit for a record"):
         Run.read(tmp_path)
-    path.write_bytes(packed(step.encode() + b" " * 60_000 + b"\n") * 400)
+    path.write_bytes(gzip_member(step.encode() + b" " * 60_000 + b"\n") * 400)
     unpacked, decompressobj = 0, gzip_members.zlib.decompressobj
 
     class Counting:

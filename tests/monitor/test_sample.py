@@ -13,7 +13,7 @@ from castwise.monitor._exchange import NoExchangeError
 from castwise.monitor._exponents import count, tally
 from castwise.monitor._records import Update
 from castwise.monitor._reduction import Layout, layout_of
-from castwise.monitor._sample import Measured, OfGradient, sample_record
+from castwise.monitor._sample import GradientTallies, Measured, sample_record
 from castwise.monitor._tally import Tally
 
 
@@ -21,9 +21,9 @@ def test_a_norm_counts_copies_once_and_parts_of_ranks_together() -> None:
     ranks = [
         Measured(
             {
-                "half": OfGradient(of(1.0), of(1.0), 2, squares),
-                "copy": OfGradient(of(1.0), of(1.0), 1, 4.0),
-                "own": OfGradient(of(1.0), of(1.0), None, squares),
+                "half": GradientTallies(of(1.0), of(1.0), 2, squares),
+                "copy": GradientTallies(of(1.0), of(1.0), 1, 4.0),
+                "own": GradientTallies(of(1.0), of(1.0), None, squares),
             }
         )
         for squares in (1.0, 5.0)
@@ -44,7 +44,7 @@ def test_parts_add_up_and_copies_count_once() -> None:
     ranks = [
         Measured(
             gradients={
-                name: OfGradient(part[0], part[0], part[1])
+                name: GradientTallies(part[0], part[0], part[1])
                 for name, part in (("half", half), ("copy", copy), ("own", mine))
             },
             activations={"": part},
@@ -70,9 +70,9 @@ def test_what_only_some_ranks_have_is_not_lost() -> None:
 
 
 def test_ranks_with_different_names_are_combined_in_order_of_first_occurrence() -> None:
-    first = Measured({"a": OfGradient(of(1.0), of(1.0), 1)}, {"x": ["a"]}, updates={"a": [1.0] * 4})
+    first = Measured({"a": GradientTallies(of(1.0), of(1.0), 1)}, {"x": ["a"]}, updates={"a": [1.0] * 4})
     second = Measured(
-        {"b": OfGradient(of(2.0**-30), of(2.0**30), 1, 3.0), "a": OfGradient(of(1.0), of(1.0), 1)},
+        {"b": GradientTallies(of(2.0**-30), of(2.0**30), 1, 3.0), "a": GradientTallies(of(1.0), of(1.0), 1)},
         {"y": ["b"], "x": ["a"]},
         {"out": of(0.0, float("nan"))},
         {"b": [1.0, 4.0, 1.0, float("nan")]},
@@ -90,20 +90,20 @@ def test_ranks_with_different_names_are_combined_in_order_of_first_occurrence() 
 
 
 def test_another_shape_is_another_model() -> None:
-    ranks = [Measured({"a": OfGradient(of(1.0), of(1.0), 1, shape=shape)}) for shape in ((2, 3), None, (3, 2))]
+    ranks = [Measured({"a": GradientTallies(of(1.0), of(1.0), 1, shape=shape)}) for shape in ((2, 3), None, (3, 2))]
     assert combined(ranks[:2]).gradients["a"].scaled == of(1.0)
     with pytest.raises(NoExchangeError, match=r"rank 2 trains another model: its a has shape \[3, 2\], not \[2, 3\]"):
         combined(ranks)
 
 
 def test_a_norm_without_all_gradients_is_not_recorded() -> None:
-    rank = Measured({"a": OfGradient(of(1.0), of(1.0), 1, 4.0)})
+    rank = Measured({"a": GradientTallies(of(1.0), of(1.0), 1, 4.0)})
     assert sample_record(1, 1.0, combined([rank, rank])).grad_norm == 2.0
     assert sample_record(1, 1.0, combined([rank, replace(rank, partial_sums=["b"])])).grad_norm is None
 
 
 def test_a_layout_is_sent_as_text() -> None:
-    layout = layout_of(Measured({"a": OfGradient(of(1.0), of(1.0), None, shape=(2,))}, {"": ["a"]}, {"": of(1.0)}))
+    layout = layout_of(Measured({"a": GradientTallies(of(1.0), of(1.0), None, shape=(2,))}, {"": ["a"]}, {"": of(1.0)}))
     sent = Layout.from_bytes(layout.to_bytes())
     assert sent.to_bytes() == layout.to_bytes()
     assert sent.gradients == {"a": [None, [2]]}

@@ -17,7 +17,7 @@ from tests.monitor.recorded import records_in
 
 from castwise.monitor import JSONL, Run, Sinks, TensorBoard
 from castwise.monitor import _tensorboard_events as tensorboard_events
-from castwise.monitor._gzip_members import HEADER, packed
+from castwise.monitor._gzip_members import HEADER, gzip_member
 from castwise.monitor._records import (
     DiagnosisRecord,
     EndRecord,
@@ -95,13 +95,13 @@ def test_a_killed_process_loses_at_most_the_line_it_was_writing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("cut", [3, len(HEADER), 40, -9, -1])
-@pytest.mark.parametrize("whole", [b"", packed(b'{"kind": "run"}\n')])
+@pytest.mark.parametrize("whole", [b"", gzip_member(b'{"kind": "run"}\n')])
 def test_a_broken_last_record_is_cut_off(whole: bytes, cut: int, tmp_path: Path) -> None:
     path = tmp_path / "monitor.jsonl.gz"
-    path.write_bytes(whole + packed(b'{"kind": "step", "numbers": %s}\n' % str([*range(9999)]).encode())[:cut])
+    path.write_bytes(whole + gzip_member(b'{"kind": "step", "numbers": %s}\n' % str([*range(9999)]).encode())[:cut])
     with JSONL(path) as sink:
         sink({"kind": "end"})
-    assert path.read_bytes() == whole + packed(b'{"kind":"end"}\n')
+    assert path.read_bytes() == whole + gzip_member(b'{"kind":"end"}\n')
 
 
 def test_zcat_prints_a_file_also_while_it_grows(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from castwise._guard import ErrorBoundary
 from castwise._invariants.equal_ranks import EqualRanks
-from castwise._invariants.invariant import EVENTS, Broken, Exemptions, named
+from castwise._invariants.invariant import EVENTS, Exemptions, Violation, named
 from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
 from castwise._invariants.resumed import LOADED_STATES
@@ -55,7 +55,7 @@ class Checks:
         parameters: Callable[[], Mapping[str, torch.Tensor]],
         optimizers: list[torch.optim.Optimizer],
         exemptions: Exemptions,
-        report: Callable[[Broken], object],
+        report: Callable[[Violation], object],
         number: Callable[[], int],
         *,
         spikes: bool = False,
@@ -143,11 +143,11 @@ class Checks:
         self._written.stop()
         self._weights.clear()
 
-    def _tell(self, check: Callable[..., Iterable[Broken]], *args: Any, **kwargs: Any) -> None:
+    def _tell(self, check: Callable[..., Iterable[Violation]], *args: Any, **kwargs: Any) -> None:
         for broken in check(*args, **kwargs):
             self._tell_unless_exempt(broken)
 
-    def _tell_unless_exempt(self, broken: Broken) -> None:
+    def _tell_unless_exempt(self, broken: Violation) -> None:
         left = tuple(name for name in broken.parameters if not self._exemptions.has(broken.name, name))
         if self._exemptions.has(broken.name) or (broken.parameters and not left):
             return

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from castwise._invariants.invariant import Broken
+from castwise._invariants.invariant import Violation
 from castwise._invariants.torch_calls import TORCH_CALLS
 from castwise._live_objects import instances_of
 from castwise._torch_private import fsdp_mixed_precision
@@ -54,7 +54,7 @@ def data_parallel(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> D
     return found if found is not None and len(found.ranks) > 1 and dist.get_rank() in found.ranks else None
 
 
-def summed_in_16_bits(model: nn.Module) -> Iterator[Broken]:
+def summed_in_16_bits(model: nn.Module) -> Iterator[Violation]:
     """Yield that the gradients of many ranks are summed in 16 bits, if they are."""
     for wrapper in _ddps(model):
         hook = getattr(TORCH_CALLS.communication_hook(wrapper), "__name__", "")
@@ -75,10 +75,10 @@ def summed_in_16_bits(model: nn.Module) -> Iterator[Broken]:
             return
 
 
-def _broken(how: str, dtype: Any, ranks: int, instead: str) -> Broken:
+def _broken(how: str, dtype: Any, ranks: int, instead: str) -> Violation:
     short, bits = str(dtype).removeprefix("torch."), -math.log2(torch.finfo(dtype).eps)
     text = f"{how} sums the gradients of {ranks} ranks in {short}, which keeps {bits + 1:.0f} bits"
-    return Broken("reduced-in-16-bits", f"{text}: small ones get lost.", f"Sum in {instead}")
+    return Violation("reduced-in-16-bits", f"{text}: small ones get lost.", f"Sum in {instead}")
 
 
 def _under_ddp(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> DataParallel | None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from castwise._digests import digest
 from castwise._invariants.board import Board
 from castwise._invariants.data_parallel import DataParallel, data_parallel, summed_in_16_bits
-from castwise._invariants.invariant import Broken, Exemptions
+from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.torch_calls import TORCH_CALLS
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
@@ -85,7 +85,7 @@ class EqualRanks:
                 device = tensors[0].device
                 self._batch = torch.stack([digest(tensor).to(device) for tensor in tensors]).sum()
 
-    def check(self, step: int) -> Iterator[Broken]:
+    def check(self, step: int) -> Iterator[Violation]:
         """Compute the digests before a step, and yield what settings show."""
         if not self._has_begun:
             self._has_begun = True
@@ -108,7 +108,7 @@ class EqualRanks:
             lengths = {kind: len(part) for kind, part in parts.items()}
             self._pending.append((step, lengths, Readback(torch.stack([each.to(device) for each in digests]))))
 
-    def after_step(self, step: int) -> Iterator[Broken]:
+    def after_step(self, step: int) -> Iterator[Violation]:
         """Take the digests that have reached the host, and yield what the ranks have found; waits for none."""
         self._has_forward = False
         if self._board is None:
@@ -125,12 +125,12 @@ class EqualRanks:
         if step % _READ_EVERY == 0 and self._own:
             yield from self._read(self._board)
 
-    def repeated_epoch(self, step: int) -> Iterator[Broken]:
+    def repeated_epoch(self, step: int) -> Iterator[Violation]:
         """Yield that a sampler draws the order of an epoch again."""
         epoch = TORCH_CALLS.repeated_epoch()
         if epoch is not None:
             text = f"from step {step:,} on, the sampler draws the order of epoch {epoch} a second time."
-            yield Broken("same-data-on-ranks", text, "Call sampler.set_epoch(epoch) at the start of each epoch.")
+            yield Violation("same-data-on-ranks", text, "Call sampler.set_epoch(epoch) at the start of each epoch.")
 
     def _begin(self) -> None:
         self._peers = data_parallel(self._model, self._parameters())
@@ -141,7 +141,7 @@ class EqualRanks:
         self._is_first = self._rank == self._peers.ranks[0]
         self._board = Board.of_all_ranks(f"{self._peers.ranks} {type(self._model).__name__} {shapes}")
 
-    def end(self) -> Iterator[Broken]:
+    def end(self) -> Iterator[Violation]:
         """Yield what the others have written since the last look, at the end of a run."""
         if self._board is not None:
             with suppress(RuntimeError, OSError):  # the store may have gone before
@@ -152,7 +152,7 @@ class EqualRanks:
     def _written_of(self, step: int, digests: _Digests) -> str:
         return " ".join(map(str, [step, *(digests.total(kind) for kind in _KINDS)]))
 
-    def _read(self, board: Board) -> Iterator[Broken]:
+    def _read(self, board: Board) -> Iterator[Violation]:
         if self._is_first:
             for kind in [kind for kind in _KINDS if kind not in self._written]:
                 if text := board.read(kind):
@@ -190,13 +190,13 @@ class EqualRanks:
 
     def _broken(
         self, kind: str, rank: int, step: int, since: int, theirs: Sequence[int], count: int, bypassed: bool
-    ) -> Iterator[Broken]:
+    ) -> Iterator[Violation]:
         assert self._peers is not None
         ranks = f"ranks {self._peers.ranks[0]} and {rank}" + (f", and {count - 1} more" if count > 1 else "")
         if kind == _BATCHES:
             text = f"{ranks} trained on the same batch at {_SAME_BATCHES} checks in a row, the last at step {step:,}."
             remedy = "Use a DistributedSampler, or seed what draws batches with the rank."
-            yield Broken("same-data-on-ranks", text, remedy, "warning" if theirs[0] > 1 else "note")
+            yield Violation("same-data-on-ranks", text, remedy, "warning" if theirs[0] > 1 else "note")
             return
         own = self._own.get(step)
         named = self._weights() if kind == _WEIGHTS else self._stepped()
@@ -207,11 +207,11 @@ class EqualRanks:
         if kind == _WEIGHTS:
             text = f"{first} is not the same on {ranks}: {when}{_more(names)}."
             remedy = "Look for code that changes weights, or steps, on some ranks only."
-            yield Broken("replicas-differ", text, _BYPASSED if bypassed else remedy, parameters=names)
+            yield Violation("replicas-differ", text, _BYPASSED if bypassed else remedy, parameters=names)
         else:
             text = f"the gradient of {first} is not the same before the step on {ranks}: {when}{_more(names)}."
             remedy = "Look for no_sync() around the last micro-batch, or a hook that does not reduce."
-            yield Broken("gradients-not-reduced", text, _BYPASSED if bypassed else remedy, parameters=names)
+            yield Violation("gradients-not-reduced", text, _BYPASSED if bypassed else remedy, parameters=names)
 
     def _stepped(self) -> dict[str, torch.Tensor]:
         assert self._peers is not None

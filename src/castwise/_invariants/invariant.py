@@ -23,7 +23,7 @@ _NAMED = 3
 
 
 @dataclass(frozen=True)
-class Broken:
+class Violation:
     """An invariant that does not hold.
 
     Args:

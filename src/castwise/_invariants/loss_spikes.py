@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from castwise._invariants.invariant import Broken, Exemptions
+from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.written_weights import Written
 from castwise.amp._gradients import params_of
 
@@ -63,13 +63,13 @@ class Spike:
     evidence: str
     parameters: tuple[str, ...] = ()
 
-    def report(self) -> Broken:
+    def report(self) -> Violation:
         """Return what is reported."""
         text = (
             f"the loss rose to {self.loss:.4g} at step {self.step:,}, {self.sigmas:.0f} sigmas above the "
             f"{self.usual:.4g} of the steps before. Cause: {self.cause}. {self.evidence}"
         )
-        return Broken("loss-spike", text, _LOOK[self.cause], parameters=self.parameters)
+        return Violation("loss-spike", text, _LOOK[self.cause], parameters=self.parameters)
 
 
 _LOOK = {
@@ -130,7 +130,7 @@ class LossSpikes:
             cause = "written weights" if each.flipped is None else "flipped bit"
             self._events.append((each.step, cause, f"{str(each)[0].upper()}{str(each)[1:]}.", (each.name,)))
 
-    def before_step(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> Iterator[Broken]:
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> Iterator[Violation]:
         """Look at the learning rate and the gradients of a step.
 
         Args:
@@ -146,7 +146,7 @@ class LossSpikes:
             before = rates[-1]
             text = f"the learning rate rose from {before:.4g} to {rate:.4g} at step {step:,}"
             self._events.append((step, "learning rate", f"T{text[1:]}.", ()))
-            yield Broken("learning-rate-jump", f"{text}.", "Look at the schedule, unless it restarts.", "note")
+            yield Violation("learning-rate-jump", f"{text}.", "Look at the schedule, unless it restarts.", "note")
         if rate is not None:
             rates.append(rate)
 
@@ -192,7 +192,7 @@ class LossSpikes:
                 yield _with_cause(losses.pending, "unknown", "The run ended before the next step.")
                 losses.pending = None
 
-    def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Broken]:
+    def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Violation]:
         """Yield a note on a gradient norm far above the usual ones, without a spike; called after `step_known`."""
         losses = self._losses.get(optimizer)
         if losses is None or norm is None or not 0.0 < norm < math.inf:
@@ -205,7 +205,7 @@ class LossSpikes:
             losses.quiet_norm = QUIET
             usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"
             text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
-            yield Broken("loss-spike", text, "Look at the loss of the next steps.", "note")
+            yield Violation("loss-spike", text, "Look at the loss of the next steps.", "note")
 
     def _known_cause(self, spike: Spike) -> Spike | None:
         near = [event for event in self._events if spike.step - _LOOK_BACK <= event[0] <= spike.step]

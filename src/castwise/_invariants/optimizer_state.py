@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 
-from castwise._invariants.invariant import Broken
+from castwise._invariants.invariant import Violation
 from castwise._number_text import percent
 from castwise._state_decay import factor_of, falling_share
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def averages_that_cannot_fall(optimizer: torch.optim.Optimizer) -> Iterator[Broken]:
+def averages_that_cannot_fall(optimizer: torch.optim.Optimizer) -> Iterator[Violation]:
     """Yield the first average of an optimizer of torch's own that is in 16 bits and cannot fall everywhere.
 
     Other optimizers may round stochastically or compensate.
@@ -32,10 +32,10 @@ def averages_that_cannot_fall(optimizer: torch.optim.Optimizer) -> Iterator[Brok
                     return
 
 
-def _broken(optimizer: str, name: str, dtype: torch.dtype, beta: float, share: float) -> Broken:
+def _broken(optimizer: str, name: str, dtype: torch.dtype, beta: float, share: float) -> Violation:
     short = str(dtype).removeprefix("torch.")
     where = "nowhere" if share == 0.0 else f"in {percent(share)} of each binade"
-    return Broken(
+    return Violation(
         "raw-half-optimizer-state",
         f"{optimizer} keeps {name} in {short}, where an average with beta {beta:g} can fall {where}: it rises with a "
         "large gradient and stays there, so that later updates are too small.",

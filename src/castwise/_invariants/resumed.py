@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from castwise._invariants.invariant import Broken
+from castwise._invariants.invariant import Violation
 from castwise._invariants.loss_spikes import rate_of
 
 _APART = 1.5  # times
@@ -33,14 +33,14 @@ class LoadedStates:
         if states:  # of an optimizer that has stepped
             self._loaded[optimizer] = _Loaded(rate_of(optimizer), states)
 
-    def stepping(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Broken]:
+    def stepping(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Violation]:
         """Yield what an optimizer's first step after it has loaded a state does not continue."""
         loaded = self._loaded.pop(optimizer, None)
         if loaded is None:
             return
         rate = rate_of(optimizer)
         if rate is not None and loaded.rate and not loaded.rate / _APART <= rate <= loaded.rate * _APART:
-            yield Broken(
+            yield Violation(
                 "resumed-apart",
                 f"step {step:,} is taken with the learning rate {rate:.4g}, and {loaded.rate:.4g} was loaded with the "
                 "optimizer's state.",
@@ -49,7 +49,7 @@ class LoadedStates:
         states = sum(bool(state) for state in optimizer.state.values())
         if states < loaded.states:
             has = f"{type(optimizer).__name__} has a state for {states} parameters"
-            yield Broken(
+            yield Violation(
                 "resumed-apart",
                 f"at step {step:,}, {has}, and {loaded.states} were loaded: the others begin at zero again.",
                 "Change the model before the optimizer loads its state, and load it last.",

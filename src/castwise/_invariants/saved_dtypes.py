@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from castwise._invariants.invariant import Broken, named
+from castwise._invariants.invariant import Violation, named
 
 _WRAPPERS = ("module.", "model.", "_")  # the last one of compiled modules
 _MOST, _DEEPEST = 200_000, 6
@@ -41,7 +41,7 @@ class SavedDtypes:
                 self._has_full = True
         self._has_optimizer |= _has_optimizer(saved)
 
-    def stepping(self, step: int, *, is_noted: bool) -> Iterator[Broken]:
+    def stepping(self, step: int, *, is_noted: bool) -> Iterator[Violation]:
         """Judge what was saved since the last step; with `is_noted`, note the dtypes that are trained."""
         if self._narrow:
             yield from self._judged(step)
@@ -51,16 +51,16 @@ class SavedDtypes:
                 name: param.dtype for name, param in self._parameters().items() if param.is_floating_point()
             }
 
-    def _judged(self, step: int) -> Iterator[Broken]:
+    def _judged(self, step: int) -> Iterator[Violation]:
         names, (dtype, *_) = tuple(self._narrow), self._narrow.values()
         trained = self._trained[names[0]]
         what = f"before step {step:,}, {named(names)} saved in {_short(dtype)}, and trained in {_short(trained)}"
         if self._is_converted:
             text = f"{what}: the model itself was converted, and training continues from rounded weights."
-            yield Broken("dtype-of-checkpoint", text, "Convert a copy: copy.deepcopy(model).", parameters=names)
+            yield Violation("dtype-of-checkpoint", text, "Convert a copy: copy.deepcopy(model).", parameters=names)
         elif self._has_optimizer and not self._has_full:
             text = f"{what}, together with the optimizer: a run that resumes continues from rounded weights."
-            yield Broken("dtype-of-checkpoint", text, "Save model.state_dict() as it is.", parameters=names)
+            yield Violation("dtype-of-checkpoint", text, "Save model.state_dict() as it is.", parameters=names)
 
 
 def _tensors(value: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._invariants.invariant import Broken
+from castwise._invariants.invariant import Violation
 from castwise._torch_private import is_jit_tracing
 
 _DROPOUT = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
@@ -48,7 +48,7 @@ class TrainMode:
         elif model.training and (self._forwards >= _FORWARDS or self._kinds(active=True)):
             self._forwards += 1  # not in `update_bn`, which sets the momentum of BatchNorm to None for as long
 
-    def stepping(self, step: int, *, looks_at_draws: bool) -> Iterator[Broken]:
+    def stepping(self, step: int, *, looks_at_draws: bool) -> Iterator[Violation]:
         """Look at what happened before a step.
 
         Args:
@@ -62,20 +62,20 @@ class TrainMode:
         yield from self._of_draws(step)
         self._has_checked_draws = not looks_at_draws
 
-    def _of_steps(self, step: int, is_training: bool) -> Iterator[Broken]:
+    def _of_steps(self, step: int, is_training: bool) -> Iterator[Violation]:
         if is_training:
             self._train_steps, self._eval_steps = self._train_steps + 1, 0
             return
         self._eval_steps += 1
         if self._eval_steps == _EVAL_STEPS and self._train_steps and self._kinds(active=False):
-            yield Broken(
+            yield Violation(
                 "train-eval-mode",
                 f"from step {step - _EVAL_STEPS + 1:,} on, the model is trained in evaluation mode, and before in "
                 f"training mode: {self._kinds(active=False)}.",
                 "Call model.train() after each validation, before the next step.",
             )
         elif self._eval_steps == _ALL_EVAL_STEPS and not self._train_steps and self._kinds(active=False):
-            yield Broken(
+            yield Violation(
                 "train-eval-mode",
                 f"all {step:,} steps were taken in evaluation mode: {self._kinds(active=False)}.",
                 "Call model.train() before training, unless this is intended; from_pretrained returns models in "
@@ -83,21 +83,21 @@ class TrainMode:
                 "note",
             )
 
-    def _of_validation(self, step: int) -> Iterator[Broken]:
+    def _of_validation(self, step: int) -> Iterator[Violation]:
         forwards, self._forwards = self._forwards, 0
         kinds = self._kinds(active=True) if forwards >= _FORWARDS and self._train_steps else ""
         if not kinds:
             return
         self._validations.append(step)
         if len(self._validations) == 2 and step - self._validations[0] >= _STEPS_BETWEEN:
-            yield Broken(
+            yield Violation(
                 "train-eval-mode",
                 f"before step {step:,}, the model computed {forwards:,} batches without gradients in training mode, "
                 f"as before step {self._validations[0]:,}: {kinds}.",
                 "Call model.eval() before validation, and model.train() after it.",
             )
 
-    def _of_draws(self, step: int) -> Iterator[Broken]:
+    def _of_draws(self, step: int) -> Iterator[Violation]:
         state, self._state = self._state, None
         if state is None:
             self._states = []
@@ -105,7 +105,7 @@ class TrainMode:
         has_drawn = self._random_state() != state
         self._states = [*self._states, state][-_SAME_DRAWS:] if has_drawn else []
         if len(self._states) == _SAME_DRAWS and len(set(self._states)) == 1 and self._has(_DROPOUT, active=True):
-            yield Broken(
+            yield Violation(
                 "train-eval-mode",
                 f"steps {step - _SAME_DRAWS + 1:,} to {step:,} begin with the same random state, so dropout leaves out "
                 "the same elements in each step.",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._invariants.invariant import Broken, named
+from castwise._invariants.invariant import Violation, named
 from castwise._live_objects import instances_of
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
@@ -78,7 +78,7 @@ class TrainedWeights:
         self._steps[optimizer] += 1
         self.note_gradients(optimizer)
 
-    def check(self, iteration: int) -> Iterator[Broken]:
+    def check(self, iteration: int) -> Iterator[Violation]:
         """Compare with the samples of the check before, and yield what is known already; called before a step.
 
         Args:
@@ -92,7 +92,7 @@ class TrainedWeights:
         self._samples = [*self._sampled_of_optimizers(parameters), *self._sampled_without_optimizer(parameters)]
         yield from self._of_rates(iteration)
 
-    def results(self, iteration: int) -> Iterator[Broken]:
+    def results(self, iteration: int) -> Iterator[Violation]:
         """Yield what comparisons have found that have reached the host; waits for none."""
         while self._pending and (self._pending[0][2].is_on_host or iteration >= self._pending[0][0] + DELAY):
             since, samples, readback = self._pending.pop(0)
@@ -148,7 +148,7 @@ class TrainedWeights:
 
     # -- what is broken -----------------------------------------------------------------------------------------
 
-    def _standing_still(self, samples: list[_Sample], iteration: int) -> Iterator[Broken]:
+    def _standing_still(self, samples: list[_Sample], iteration: int) -> Iterator[Violation]:
         if samples:
             names = tuple(sample.name for sample in samples)
             remedy = (
@@ -159,7 +159,7 @@ class TrainedWeights:
                     " A parameter of 0 stays 0 under LAMB and LARS, which multiply a step by the norm of the weights: "
                     "let the trust ratio be 1 where a norm is 0."
                 )
-            yield Broken(
+            yield Violation(
                 "never-updated",
                 f"{named(names)}: stepped with a gradient that is not zero, and not changed between the last check "
                 f"and step {iteration:,}.",
@@ -167,7 +167,7 @@ class TrainedWeights:
                 parameters=names,
             )
 
-    def _not_in_optimizer(self, samples: list[_Sample], iteration: int) -> Iterator[Broken]:
+    def _not_in_optimizer(self, samples: list[_Sample], iteration: int) -> Iterator[Violation]:
         if not samples:
             return
         names = tuple(sample.name for sample in samples)
@@ -195,9 +195,9 @@ class TrainedWeights:
             remedy = "Call optimizer.add_param_group for what is unfrozen."
         else:
             severity = "note"
-        yield Broken("not-in-optimizer", text, remedy, severity, names)
+        yield Violation("not-in-optimizer", text, remedy, severity, names)
 
-    def check_gradients(self, optimizer: torch.optim.Optimizer, iteration: int) -> Iterator[Broken]:
+    def check_gradients(self, optimizer: torch.optim.Optimizer, iteration: int) -> Iterator[Violation]:
         """Yield what is broken if parameters of an optimizer had no gradient in any step so far."""
         without, parameters = self._without_gradient.get(optimizer, []), self._parameters()
         stepped = [param for param in params_of(optimizer) if param.requires_grad]
@@ -214,20 +214,20 @@ class TrainedWeights:
                 f"holds {named(known)}."
             )
             remedy = "Make the optimizer from the parameters of the model that computes the loss."
-            yield Broken("never-updated", text, remedy, "warning", known)
+            yield Violation("never-updated", text, remedy, "warning", known)
             return
         text = f"{named(known)}: no gradient in {iteration:,} steps of {type(optimizer).__name__}."
         large = sum(param.numel() for param in without) >= _LARGE * sum(param.numel() for param in stepped)
         parts = _whole_parts(known, parameters)
-        yield Broken("never-updated", text, remedy, "warning" if large and parts else "note", known)
+        yield Violation("never-updated", text, remedy, "warning" if large and parts else "note", known)
 
-    def _of_rates(self, iteration: int) -> Iterator[Broken]:
+    def _of_rates(self, iteration: int) -> Iterator[Violation]:
         """Yield what is said of learning rates that are all zero from the first check on."""
         rates = [group.get("lr", 1.0) for optimizer in self._optimizers for group in optimizer.param_groups]
         are_zero = not any(isinstance(rate, torch.Tensor) or rate != 0.0 for rate in rates)
         self._zero_rates = self._zero_rates + 1 if are_zero and self._zero_rates == self._checks - 1 else -1
         if self._zero_rates == 2:
-            yield Broken(
+            yield Violation(
                 "never-updated",
                 f"all learning rates are 0 at steps 10 to {iteration:,}: nothing is trained.",
                 "Look at the learning-rate schedule, such as an integer division or a warm-up that is never advanced.",

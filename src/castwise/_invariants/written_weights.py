@@ -14,7 +14,7 @@ import torch
 
 from castwise._digests import digest
 from castwise._guard import ErrorBoundary, guarded
-from castwise._invariants.invariant import Broken, Exemptions, named
+from castwise._invariants.invariant import Exemptions, Violation, named
 from castwise.amp._gradients import params_of
 
 _SMALL = 1 << 16  # elements: a copy of such weights costs less than their digests
@@ -242,18 +242,18 @@ class WrittenWeights:
                 yield _written(self._number(), name, now, before)
 
 
-def report_of(written: Sequence[Written], *, copies: bool) -> Iterator[Broken]:
+def report_of(written: Sequence[Written], *, copies: bool) -> Iterator[Violation]:
     """Yield what is reported of weights that were written before a step."""
     for each in [each for each in written if each.flipped is not None]:
         remedy = "A fault of the memory does that: if it comes back, test this machine's."
-        yield Broken("written-weights", f"{each}.", remedy, parameters=(each.name,))
+        yield Violation("written-weights", f"{each}.", remedy, parameters=(each.name,))
     others = [each for each in written if each.flipped is None]
     if others:
         names = tuple(each.name for each in others)
         more = f" So were {named(names[1:])}." if len(names) > 1 else ""
         unknown = "" if copies or others[0].elements is not None else " With --spikes, castwise tells which elements."
         remedy = "If it is intended, put it into castwise.monitor.expected_writes()."
-        yield Broken("written-weights", f"{others[0]}.{more}{unknown}", remedy, "note", names)
+        yield Violation("written-weights", f"{others[0]}.{more}{unknown}", remedy, "note", names)
 
 
 def _written(step: int, name: str, now: torch.Tensor, before: torch.Tensor | None) -> Written:

@@ -25,11 +25,13 @@ class Listener(Protocol):
     """An object that is notified while it is in `LISTENERS`."""
 
     def products(
-        self, telling: Telling, phase: Phase, operands: tuple[torch.Tensor, ...]
+        self, telling: LayerEvent, phase: Phase, operands: tuple[torch.Tensor, ...]
     ) -> AbstractContextManager[Any] | None:
         """Return a context manager around the products of a forward or backward, given its input tensors, or None."""
 
-    def quantized(self, telling: Telling, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
+    def quantized(
+        self, telling: LayerEvent, operand: Operand, tensor: torch.Tensor, by: Scaling, to: Quantized
+    ) -> None:
         """Receive an operand with its quantized values, which may come from a cache."""
 
 
@@ -37,7 +39,7 @@ LISTENERS: weakref.WeakSet[Listener] = weakref.WeakSet()
 """The objects to notify. The references are weak, so they keep no monitor or model alive."""
 
 
-class Telling(NamedTuple):
+class LayerEvent(NamedTuple):
     """Notifies listeners of one call of a layer and of its backward.
 
     Args:

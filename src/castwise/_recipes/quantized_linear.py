@@ -12,7 +12,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional
 
 from castwise._full_fp32 import full_fp32_products
-from castwise._recipes.listeners import Operand, Telling
+from castwise._recipes.listeners import LayerEvent, Operand
 from castwise._recipes.recipe import Recipe
 from castwise._recipes.scalings import Quantized, Scaling
 
@@ -35,7 +35,7 @@ def linear(
     recipe: Recipe,
     uses_kernels: bool,
     weights: Weights = quantize_weight,
-    tell: Telling | None = None,
+    tell: LayerEvent | None = None,
 ) -> torch.Tensor:
     """Return `input @ weight.t() + bias`, computed with a recipe.
 
@@ -69,7 +69,7 @@ class _Products(torch.autograd.Function):
         recipe: Recipe,
         uses_kernels: bool,
         weights: Weights,
-        tell: Telling | None,
+        tell: LayerEvent | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(input, weight)
         ctx.recipe, ctx.uses_kernels, ctx.weights, ctx.tell = recipe, uses_kernels, weights, tell
@@ -103,7 +103,7 @@ class _Products(torch.autograd.Function):
         return grad_input, grad_weight, None, None, None, None
 
 
-def _notify(name: Operand, operand: torch.Tensor, by: Scaling, to: Quantized, tell: Telling | None) -> Quantized:
+def _notify(name: Operand, operand: torch.Tensor, by: Scaling, to: Quantized, tell: LayerEvent | None) -> Quantized:
     if tell is not None:
         tell.quantized(name, operand, by, to)
     return to

@@ -207,7 +207,7 @@ class Outcomes:
         for index, step in enumerate(steps):
             self.steps += 1
             if scale_before is not None and scale is not None and self.wants(step):
-                found_infs = [measure.combine(each.found_inf_per_device.values(), scale) for each in steps]
+                found_infs = [measure.combine(other.found_inf_per_device.values(), scale) for other in steps]
                 self.pending.append(
                     _Pending(
                         self.steps,

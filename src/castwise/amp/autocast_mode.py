@@ -357,7 +357,7 @@ class autocast(torch.autocast):  # noqa: N801  # torch's name
         if "_entries" not in vars(self):  # `__init__` has not finished
             return object.__repr__(self)
         casts_to = f"dtype={self.fast_dtype}" if self._policy is None else f"policy={self._policy}"
-        cache = ", weight_cache=..." if any(each is not self._policy for each in self._extensions) else ""
+        cache = ", weight_cache=..." if any(policy is not self._policy for policy in self._extensions) else ""
         name = f"{type(self).__name__}({self.device!r}, {casts_to}"
         return f"{name}, enabled={self._enabled}, cache_enabled={self._caches}{cache})"
 

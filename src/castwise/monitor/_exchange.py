@@ -71,7 +71,7 @@ class Exchange:
         self._group: Any = None
         self._over: NoExchangeError | None = None
         try:
-            self._meet(name, model, agrees)
+            self._rendezvous(name, model, agrees)
             self.all_agree = self._store.add("agree", 0) == self.size  # adding 0 reads
             are_alike = self._store.add(f"model {model}", 0) == self.size
         except (RuntimeError, OSError) as error:  # of the store
@@ -81,7 +81,7 @@ class Exchange:
 
     # -- announcements -------------------------------------------------------------------------------------------
 
-    def _meet(self, name: str, model: str, agrees: bool) -> None:
+    def _rendezvous(self, name: str, model: str, agrees: bool) -> None:
         """Return when all ranks have come; raise `NoExchangeError` on all ranks if one has not."""
         # Enters the loop; a count above size means that this meeting was given up.
         came, began = self.size + 1, time.monotonic()
@@ -93,8 +93,8 @@ class Exchange:
             came = self._store.add("came", 1)
         if came == self.size:
             self._store.set("all", "")
-        patience = 0.9 * LIMIT
-        if self._comes("all", began + patience, or_else="missing"):
+        rendezvous_timeout = 0.9 * LIMIT
+        if self._comes("all", began + rendezvous_timeout, or_else="missing"):
             return
         before = self._store.add("came", _STOPPED) - _STOPPED
         if before == self.size:  # the last one came at the last moment, and the others go on
@@ -106,9 +106,9 @@ class Exchange:
         elif not self._comes("missing", began + LIMIT):
             raise NoExchangeError("some ranks did not come")
         missing = [int(rank) for rank in self._store.get("missing").decode().split(",") if rank]
-        raise NoExchangeError(f"{ranks_text(missing)} did not come within {patience:g} s")
+        raise NoExchangeError(f"{ranks_text(missing)} did not come within {rendezvous_timeout:g} s")
 
-    def _comes(self, key: str, give_up: float, or_else: str | None = None) -> bool:
+    def _comes(self, key: str, deadline: float, or_else: str | None = None) -> bool:
         """Wait for a key in the store, and return True if it came; False at some time, or if another key came.
 
         Waiting in the store itself would block other threads that use the same connection.
@@ -116,9 +116,9 @@ class Exchange:
         pause = 0.001
         while not self._store.check([key]):
             now = time.monotonic()
-            if now >= give_up or (or_else is not None and self._store.check([or_else])):
+            if now >= deadline or (or_else is not None and self._store.check([or_else])):
                 return False
-            time.sleep(min(pause, give_up - now))
+            time.sleep(min(pause, deadline - now))
             pause = min(1.5 * pause, 0.1)
         return True
 
@@ -297,14 +297,14 @@ class Exchange:
     def _cause(self, error: Exception, step: int) -> NoExchangeError:
         """Find the ranks that have not come, have left or do not answer; ranks that are late get a moment more."""
         is_timeout = time.monotonic() >= self._began + self._limit
-        give_up = time.monotonic() + LIMIT / 10
+        deadline = time.monotonic() + LIMIT / 10
         while True:
             states = [state.decode() for state in self._store.multi_get([*map(self._key, range(self.size))])]
             left = [rank for rank, state in enumerate(states) if state == "left"]
             absent = [rank for rank, state in enumerate(states) if state.isdecimal() and int(state) < self._count]
             silent = [rank for rank, state in enumerate(states) if state.isdecimal() and int(state) >= self._count]
             # After a timeout, absent ranks are the cause; otherwise late ones get a moment to come or to say "out".
-            if not (absent or silent) or (is_timeout and absent) or time.monotonic() >= give_up:
+            if not (absent or silent) or (is_timeout and absent) or time.monotonic() >= deadline:
                 break
             time.sleep(0.01)
         if left:

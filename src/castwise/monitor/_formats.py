@@ -69,4 +69,4 @@ E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2)
 """8 bits with 2 stored mantissa bits: the range of fp16."""
 
 # The formats that a monitor evaluates, by name in records.
-LOW_PRECISION = {each.name: each for each in (FP16, BF16, E4M3, E5M2)}
+LOW_PRECISION = {format_.name: format_ for format_ in (FP16, BF16, E4M3, E5M2)}

@@ -19,7 +19,7 @@ _BLOCK = 1 << 13
 _SHORT = 1 << 9
 
 
-def packed(content: bytes, *, is_sample: bool = False) -> bytes:
+def gzip_member(content: bytes, *, is_sample: bool = False) -> bytes:
     """Return one member with this content. The comments of samples differ, so that they are found without unpacking."""
     if len(content) <= _SHORT:  # a step's: deflate would take eight times as long, and save a seventh
         length = len(content).to_bytes(2, "little")

@@ -51,7 +51,9 @@ class MonitoredIteration:
 
     def leave_out_before(self, number: int) -> None:
         """Stop waiting for facts of steps in scaler iterations before `number`."""
-        late = {each for each, began in self.started.items() if began < number and each not in self.facts}
+        late = {
+            optimizer for optimizer, began in self.started.items() if began < number and optimizer not in self.facts
+        }
         for optimizer in late - self.unstepped:
             self.unstepped.add(optimizer)
             self.batches.pop(optimizer, None)

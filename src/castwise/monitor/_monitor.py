@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from castwise._guard import ErrorBoundary, guarded
 from castwise._invariants.checks import Checks
-from castwise._invariants.invariant import Broken, Exemptions
+from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.loss_spikes import rate_of
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
@@ -526,11 +526,11 @@ class Monitor:
         first, mine = facts[0], None  # the record has the number and the scale of the first optimizer's step
         with self._guard:
             if sample is not None:
-                mine = sample.measured(first.scale, [each.optimizer for each in facts if not each.skipped])
+                mine = sample.measured(first.scale, [fact.optimizer for fact in facts if not fact.skipped])
         measured = self._ranks.reduce_sample(first.number, mine)
         self._note_alone(first.number)
         if self._ranks.is_first:
-            is_clipped = any(each.grad_norm is not None for each in facts)
+            is_clipped = any(fact.grad_norm is not None for fact in facts)
             self._write(sample_record(first.number, first.scale, measured, is_clipped=is_clipped))
 
     def _write_end(self) -> None:
@@ -626,7 +626,7 @@ class Monitor:
     def _on_mistake(self, mistake: Mistake) -> None:
         self._write(MistakeRecord.of(mistake))
 
-    def _on_broken(self, broken: Broken) -> None:
+    def _on_broken(self, broken: Violation) -> None:
         step = self._numbers.next
         self._write(InvariantRecord(step, broken.name, broken.text, broken.remedy, broken.severity, broken.parameters))
         if broken.severity == "warning":
@@ -658,15 +658,15 @@ def _check(every: int, on_nonfinite: object, snapshots: bool) -> None:
 def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(given, Iterable) and not isinstance(given, torch.optim.Optimizer)
     optimizers: list[torch.optim.Optimizer] = []
-    for each in map(unwrapped, given if several else [given]):
-        if not any(each is other for other in optimizers):  # a wrapper and its optimizer may both be given
-            optimizers.append(each)
+    for optimizer in map(unwrapped, given if several else [given]):
+        if not any(optimizer is other for other in optimizers):  # a wrapper and its optimizer may both be given
+            optimizers.append(optimizer)
     if not optimizers:
         raise ValueError("optimizer must be the model's optimizer or several, got an empty sequence")
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(each).__name__}"
+                f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(optimizer).__name__}"
             )
     return optimizers
 

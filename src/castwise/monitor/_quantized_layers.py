@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castwise._guard import ErrorBoundary, guarded
-from castwise._recipes.listeners import LISTENERS, Telling
+from castwise._recipes.listeners import LISTENERS, LayerEvent
 from castwise._recipes.scalings import Float8, Quantized, Scaling
 from castwise._torch_private import is_backward_running
 from castwise.monitor import _module_names as names
@@ -46,11 +46,11 @@ class QuantizedLayers:
         return QuantizedSample(self._model, labels, found) if found else None
 
     @guarded
-    def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> None:
+    def products(self, telling: LayerEvent, phase: str, operands: tuple[torch.Tensor, ...]) -> None:
         """Do nothing, because only operands are measured."""
 
     @guarded
-    def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
+    def quantized(self, telling: LayerEvent, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Measure a layer's operand the first time it occurs."""
         is_forward = operand != "grad_output"
         if operand not in _OPERANDS or (telling.layer, operand) in self._found:
@@ -110,7 +110,7 @@ def _measured(operand: torch.Tensor, by: Scaling, to: Quantized) -> torch.Tensor
         # Divide by the largest number, because squares may overflow fp32; an operand of zeros has no error.
         largest = given.abs().amax()
         largest = largest.masked_fill(largest == 0, 1.0)
-        lost, norm = (torch.linalg.vector_norm(each / largest) for each in (given - kept, given))
+        lost, norm = (torch.linalg.vector_norm(operand / largest) for operand in (given - kept, given))
         error = lost / norm.masked_fill(norm == 0, 1.0)
         scale = to.scale.reciprocal() if isinstance(by, Float8) else to.scale
         flushed = ((kept == 0) & (given != 0)).float().mean()

@@ -20,7 +20,7 @@ from castwise import _files
 from castwise._locks import try_lock, unlock
 from castwise._number_text import several
 from castwise._warnings import warn_or_print
-from castwise.monitor._gzip_members import HEADER, end_of_whole, packed, samples
+from castwise.monitor._gzip_members import HEADER, end_of_whole, gzip_member, samples
 
 FILE_NAME = "monitor.jsonl.gz"
 FILE_NAME_0_2 = "monitor.jsonl"
@@ -101,7 +101,7 @@ class RecordFile:
                 if kind not in ("run", "step"):
                     return  # a child that only loads data, or ends
                 self._leave_parent()
-            self._backlog.append(_Line(kind, packed(line, is_sample=kind == "sample")))
+            self._backlog.append(_Line(kind, gzip_member(line, is_sample=kind == "sample")))
             if kind == "run":
                 self._run = self._backlog[-1]
             self._flush()
@@ -133,7 +133,7 @@ class RecordFile:
                 self._open()
             while self._backlog or self._lost:
                 if self._lost and (not self._backlog or self._backlog[0].kind != "run"):
-                    self._write(_Line("lost", packed(b'{"kind":"lost","records":%d}\n' % self._lost)))
+                    self._write(_Line("lost", gzip_member(b'{"kind":"lost","records":%d}\n' % self._lost)))
                     self._lost = 0
                     continue
                 line = self._backlog[0]

@@ -12,7 +12,7 @@ import torch
 
 from castwise.monitor._exchange import Exchange, Headers, NoExchangeError, ranks_text
 from castwise.monitor._records import QuantizedLayer
-from castwise.monitor._sample import Measured, OfGradient
+from castwise.monitor._sample import GradientTallies, Measured
 from castwise.monitor._tally import Tally
 
 _NONE = -(2**15)  # below every exponent
@@ -242,8 +242,8 @@ def _exponents(of_all: torch.Tensor) -> list[range]:
     return [range(-minus_lowest, highest + 1) for highest, minus_lowest in of_all.tolist()]
 
 
-def _without_copies(scaled: Tally, unscaled: Tally, distinct: int | None, held: int, squares: float) -> OfGradient:
+def _without_copies(scaled: Tally, unscaled: Tally, distinct: int | None, held: int, squares: float) -> GradientTallies:
     number = held if distinct is None else distinct
-    return OfGradient(
+    return GradientTallies(
         scaled.of_copies(held, number), unscaled.of_copies(held, number), distinct, squares * number / held
     )

@@ -22,7 +22,7 @@ from castwise.monitor._updates import Updates, update_of
 
 
 @dataclass(frozen=True)
-class OfGradient:
+class GradientTallies:
     """Statistics of this rank's part of a gradient.
 
     Args:
@@ -54,7 +54,7 @@ class Measured:
         dtypes: Dtypes of outputs by module; see `Activations.dtypes`.
     """
 
-    gradients: Mapping[str, OfGradient] = field(default_factory=dict)
+    gradients: Mapping[str, GradientTallies] = field(default_factory=dict)
     modules: Mapping[str, list[str]] = field(default_factory=dict)
     activations: Mapping[str, Tally] = field(default_factory=dict)
     updates: Mapping[str, list[float]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Sample:
         quantized = {} if self._quantized is None else self._quantized.layers()
         return Measured(gradients, owned, activations, updates, quantized, self._partial_sums, self._dtypes)
 
-    def _gradients_on_host(self, scale: float) -> dict[str, OfGradient]:
+    def _gradients_on_host(self, scale: float) -> dict[str, GradientTallies]:
         found = {key: counts for copies in self._gradients for key, counts in copies.wait().items()}
         squares = {name: one.item() for copies in self._squares for name, one in copies.wait().items()}
         gradients = {}
@@ -184,7 +184,7 @@ class Sample:
                 # Squares contain the scale twice.
                 of_all = squares[name] / scale**2 if self._is_scaled[name] else squares[name]
                 distinct, shape = self._parts[name]
-                gradients[name] = OfGradient(scaled, unscaled, distinct, of_all, shape)
+                gradients[name] = GradientTallies(scaled, unscaled, distinct, of_all, shape)
         return gradients
 
 

@@ -100,7 +100,7 @@ _OTHER_SCALER = "the steps use a different GradScaler than the monitor's. Pass M
 
 
 def _remedy(stepped: torch.optim.Optimizer, given: weakref.WeakSet[torch.optim.Optimizer]) -> str:
-    names = ", ".join(type(each).__name__ for each in given)
+    names = ", ".join(type(one).__name__ for one in given)
     return (
         f"scaler.step() receives a different optimizer ({type(stepped).__name__}) than the monitor ({names}). "
         "Pass Monitor the optimizer that scaler.step() receives"

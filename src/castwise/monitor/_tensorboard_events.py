@@ -103,5 +103,5 @@ class TensorBoard:
 
 
 def _table(spreads: list[Spread]) -> str:
-    rows = [f"|{each.group}|{each.name}|{each.worst}|{each.worst_value:.3g}|" for each in spreads]
+    rows = [f"|{spread.group}|{spread.name}|{spread.worst}|{spread.worst_value:.3g}|" for spread in spreads]
     return "\n".join(["|of|statistic|worst|value|", "|---|---|---|---|", *rows])

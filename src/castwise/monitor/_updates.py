@@ -64,7 +64,7 @@ def compare_together(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list
         of_kind[-1].append(index)
     for batch in (batch for of_kind in batches.values() for batch in of_kind if batch):
         old, new = ([_flat(pairs[index][place]) for index in batch] for place in (0, 1))
-        lengths = [len(each) for each in old]
+        lengths = [len(part) for part in old]
         numbers = _numbers(torch.cat(old), torch.cat(new))
         sums = [torch._foreach_norm(torch.split(number.to(wide(number.device)), lengths), 1) for number in numbers]
         rows = torch.stack([one for of_number in sums for one in of_number]).view(4, -1).T
@@ -117,8 +117,8 @@ class Updates:
 
     def forget(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop the copies for an optimizer that does not step, or all copies."""
-        for each in list(self._before) if optimizer is None else [optimizer]:
-            self._before.pop(each, None)
+        for forgotten in list(self._before) if optimizer is None else [optimizer]:
+            self._before.pop(forgotten, None)
 
     def compare(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.Tensor]:
         """Return a result of `compare` for each parameter, and drop the copies."""

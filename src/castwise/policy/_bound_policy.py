@@ -21,7 +21,7 @@ from castwise.amp._thread_state import THREAD
 from castwise.policy import _op_rules as op_rules
 from castwise.policy._casting import cast_floats
 from castwise.policy._module_rules import Decision, decide, is_never_called
-from castwise.policy._policy_state import Again, NodeRanges, State, exit_if_entered
+from castwise.policy._policy_state import NodeRanges, RerunContext, State, exit_if_entered
 from castwise.policy._ruled_forward import LOW_PRECISION, Rule, RuledForward, other_forward
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class BoundPolicy:
             >>> y.sum().backward()
         """
         state = THREAD.state
-        return nullcontext(), Again(state if state is not None and state.bound is self else None)
+        return nullcontext(), RerunContext(state if state is not None and state.bound is self else None)
 
     @only_inlined
     def mode(self) -> op_rules.OpRuleMode | None:

@@ -124,7 +124,7 @@ def _compared(native: tuple[bool, torch.dtype]) -> tuple[bool, torch.dtype | Non
     return native if native[0] else (False, None)
 
 
-class Again:
+class RerunContext:
     """Activate a state while a checkpointed function is rerun."""
 
     def __init__(self, state: State | None) -> None:

@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from castwise._recipes import quantized_linear
-from castwise._recipes.listeners import LISTENERS, Telling
+from castwise._recipes.listeners import LISTENERS, LayerEvent
 from castwise._recipes.recipe import Recipe, kernels_on
 from castwise._recipes.torchao_linear import TorchaoLinear
 from castwise._torch_private import (
@@ -84,7 +84,7 @@ class Rule(NamedTuple):
         bias: torch.Tensor | None,
         state: State,
         weights: Any,
-        tell: Telling | None,
+        tell: LayerEvent | None,
     ) -> Any:
         """Return the output of a linear layer by the recipe."""
         assert self.recipe is not None
@@ -343,7 +343,7 @@ class RuledForward:
                 weights = functools.partial(state.weights.quantized, module)
             if LISTENERS:
                 is_emulated = input.device.type not in rule.kernels_on
-                tell = Telling(module, rule.recipe, is_emulated, torch.is_grad_enabled())
+                tell = LayerEvent(module, rule.recipe, is_emulated, torch.is_grad_enabled())
         weight, bias = module.weight, module.bias  # read inside the region, because a parametrization computes them
         if is_dynamo_compiling():
             # No op rule and no autocast may change the recipe's own ops.

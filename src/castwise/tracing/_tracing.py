@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from castwise._recipes.listeners import LISTENERS, Telling
+from castwise._recipes.listeners import LISTENERS, LayerEvent
 from castwise._recipes.scalings import E2M1, Quantized, Scaling
 from castwise._torch_private import (
     TO_COPY,
@@ -186,7 +186,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return result
 
     @contextmanager
-    def products(self, telling: Telling, phase: str, operands: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    def products(self, telling: LayerEvent, phase: str, operands: tuple[torch.Tensor, ...]) -> Iterator[None]:
         """Count the products of a layer with a recipe as one op, in the current phase."""
         if telling.layer not in self._modules:  # of a model that another thread runs
             yield
@@ -198,7 +198,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         finally:
             self._is_quantizing = False
 
-    def quantized(self, telling: Telling, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
+    def quantized(self, telling: LayerEvent, operand: str, tensor: torch.Tensor, by: Scaling, to: Quantized) -> None:
         """Count the quantization of an operand as a cast, unless it came from a `WeightCache`."""
         if self._has_computed and telling.layer in self._modules:
             self._has_computed = False
