@@ -432,25 +432,7 @@ class GradScaler(torch.amp.GradScaler):
         if isinstance(state, ClipPending) and state.factor is not None:  # it is too fine for 16-bit gradients
             cast(StepsInFP32, record.optimizer)._clip_once_unscaled(factor=state.factor * scale)
             record.state = Ready()
-        if self._replaces_unscaling():
-            if self._rule.needs_largest:
-                # The replacement decides whether fp16 is allowed.
-                self._note_largest(record, collect(record.optimizer, allow_fp16=True, agreement=self._agreement))
-            found = self._unscale_grads_(  # without a clip factor: with a replacement, clipping has unscaled first
-                record.optimizer, measure.reciprocal(scale), torch.zeros_like(scale), allow_fp16
-            )
-        else:
-            grads = collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement)
-            found = {}
-            may_overflow = scale.is_cpu or self._scale_bound.of(scale) < 1.0
-            if self._rule.needs_largest and record.largest is None:
-                self._note_largest(record, grads)
-                if may_overflow and not scale.is_cpu and record.largest is not None and not grads.has_fp16():
-                    found[scale.device], may_overflow = measure.nonfinite([record.largest]), False
-            for factor, groups in self._factors(record, grads):
-                measure.multiply_(groups, factor, found)
-                if may_overflow:
-                    measure.find_new_infs(groups, factor, found)
+        found = self._divide(record, allow_fp16=allow_fp16)
         if self._optimizers.shared.watches:
             self._optimizers.shared.note_unscaled(params_of(record.optimizer))
         if state.awaits_unscaling:  # otherwise a tool has only checked them again
@@ -460,6 +442,30 @@ class GradScaler(torch.amp.GradScaler):
             found = {scale.device: measure.combine([*found_by_clipping, *found.values()], scale)}
         if not was_measured:
             self._set_found_inf(record, found)
+
+    def _divide(self, record: OptimizerRecord, *, allow_fp16: bool) -> measure.FoundInfs:
+        """Divide gradients by the scale, and by what clips them; return what was found by device."""
+        scale = self._existing_scale()
+        if self._replaces_unscaling():
+            if self._rule.needs_largest:
+                # The replacement decides whether fp16 is allowed.
+                self._note_largest(record, collect(record.optimizer, allow_fp16=True, agreement=self._agreement))
+            # Without a clip factor: with a replacement, clipping has unscaled first.
+            return self._unscale_grads_(
+                record.optimizer, measure.reciprocal(scale), torch.zeros_like(scale), allow_fp16
+            )
+        grads = collect(record.optimizer, allow_fp16=allow_fp16, agreement=self._agreement)
+        found: measure.FoundInfs = {}
+        may_overflow = scale.is_cpu or self._scale_bound.of(scale) < 1.0
+        if self._rule.needs_largest and record.largest is None:
+            self._note_largest(record, grads)
+            if may_overflow and not scale.is_cpu and record.largest is not None and not grads.has_fp16():
+                found[scale.device], may_overflow = measure.nonfinite([record.largest]), False
+        for factor, groups in self._factors(record, grads):
+            measure.multiply_(groups, factor, found)
+            if may_overflow:
+                measure.find_new_infs(groups, factor, found)
+        return found
 
     def _unscale_grads_(
         self,
