@@ -246,15 +246,7 @@ class Comparison:
             progress: Called with the name of the current phase, the number of steps done, and their total.
         """
         checked = self._objective.check(batches)
-        if not isinstance(policies, Mapping):
-            raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
-        for name in policies:
-            if not isinstance(name, str):
-                raise TypeError(f"names of policies must be strings, got {name!r}")
-        if self._vary in policies:
-            raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: rename it")
-        if not policies and self._vary is None:
-            raise ValueError("policies must have at least one policy, got none")
+        self._check(policies)
         with self._prepared(checked, policies) as (watch, reference, variants):
             steps, reference_losses = len(checked) * len(variants), []
             for number, batch in enumerate(checked):
@@ -304,6 +296,17 @@ class Comparison:
                 *_notes_of_noise(noise),
             ),
         )
+
+    def _check(self, policies: object) -> None:
+        if not isinstance(policies, Mapping):
+            raise TypeError(f'policies must be a mapping such as {{"bf16": policy}}, got {type(policies).__name__}')
+        for name in policies:
+            if not isinstance(name, str):
+                raise TypeError(f"names of policies must be strings, got {name!r}")
+        if self._vary in policies:
+            raise ValueError(f"policies[{self._vary!r}] has the name of the noise of vary={self._vary!r}: rename it")
+        if not policies and self._vary is None:
+            raise ValueError("policies must have at least one policy, got none")
 
     @contextmanager
     def _refusals_noted(self, variant: _Variant, variants: list[_Variant]) -> Iterator[None]:
