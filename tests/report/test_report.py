@@ -359,7 +359,17 @@ def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_
     assert re.search(r"ViT, AdamW, .*, 60 steps, lr 0\.5", page.text)
     differing = [attributes for _, attributes in page.tags if "differs" in (attributes.get("class") or "")]
     assert len(differing) == 4  # the model of each, and the lr of one
-    assert "losses" not in page_of(tmp_path, runs[0]).figures
+    titles = [note["text"] for note in page.figures["timeline-1"]["layout"]["annotations"]]
+    assert titles == ["<b>skips</b>", "<b>scale</b>", "<b>gradient norm</b>"], "no second plot of the loss"
+    assert page.text.count("Faint lines are the losses") == 1
+    found = {"kind": "invariant", "step": 1, "name": "never-updated", "text": "w stays.", "remedy": "Look at it."}
+    only_loss = step(1, None, loss=2.0, grad_norm=None)
+    other = page_of(tmp_path, write(tmp_path / "d", only_loss, found), write(tmp_path / "e", only_loss))
+    assert [(trace["name"], trace["y"]) for trace in other.figures["timeline-1"]["data"]] == [("findings (1)", [0])]
+    assert other.text.count("Only the loss was recorded, which is in the plot of all runs.") == 1
+    alone = page_of(tmp_path, runs[0]).figures
+    assert "losses" not in alone
+    assert "<b>loss</b>" in [note["text"] for note in alone["timeline-1"]["layout"]["annotations"]]
 
 
 @pytest.mark.parametrize(

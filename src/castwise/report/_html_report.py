@@ -6,6 +6,7 @@ therefore appear as text, whatever they contain.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import time
@@ -64,6 +65,7 @@ class RunView:
         figures: Plotly figures by name.
         quantized: Quantization errors of the operands of layers with an 8- or 4-bit recipe.
         loss: The curve of the loss; None if no finite loss was recorded.
+        has_shared_loss: Whether the loss is in one plot with those of other runs, not in the run's own.
     """
 
     label: str
@@ -74,9 +76,10 @@ class RunView:
     figures: Mapping[str, Figure]
     quantized: list[QuantizedOperand]
     loss: LossCurve | None
+    has_shared_loss: bool
 
     @classmethod
-    def of(cls, label: str, number: int, run: Run, steps: Sequence[int]) -> RunView:
+    def of(cls, label: str, number: int, run: Run, steps: Sequence[int], *, shares_losses: bool = False) -> RunView:
         """Collect everything the page shows about a run.
 
         Args:
@@ -84,12 +87,13 @@ class RunView:
             number: See the class.
             run: The run.
             steps: The sampled steps of all runs, ascending.
+            shares_losses: Whether the losses of all runs are in one plot.
         """
         facts = RunFacts(run)
         worst = worst_modules(facts)
         rows = {"gradients": list(facts.gradients), "outputs": list(facts.activations)}
         figures: dict[str, Figure] = {}
-        if drawn := timeline(facts):
+        if drawn := timeline(facts, draws_loss=not shares_losses):
             figures["timeline"] = drawn
         if run.samples and not facts.nothing_finite:
             first = {
@@ -104,7 +108,9 @@ class RunView:
                 if over_steps := exponent_map(run.samples, by_risk, in_fp16=in_fp16):
                     figures["exponent_map"] = over_steps
         quantized = quantized_operands(run.samples)
-        return cls(label, number, facts, judge(facts), worst, figures, quantized, LossCurve.of(facts))
+        loss = LossCurve.of(facts)
+        shared = shares_losses and loss is not None
+        return cls(label, number, facts, judge(facts), worst, figures, quantized, loss, shared)
 
     @property
     def diagnosed(self) -> list[Diagnosed]:
@@ -242,7 +248,7 @@ class RunView:
             gaps = f"The loss is {curve.gaps[0].text}: a gap in the curve." if len(curve.gaps) == 1 else ""
             if len(curve.gaps) > 1:
                 gaps = f"The loss has {len(curve.gaps)} gaps; in the first, it is {curve.gaps[0].text}."
-            sentences += filter(None, [gaps, drawn_how([curve])])
+            sentences += filter(None, [gaps, "" if self.has_shared_loss else drawn_how([curve])])
         return " ".join(sentences)
 
     def nothing_drawn(self, gradients: bool = False) -> str:
@@ -296,7 +302,10 @@ def write_report(
     labelled = zip(labels([run.path for run in read]), read, strict=True)
     with paused():
         steps = sorted({sample.step for run in read for sample in run.samples})
-        views = [RunView.of(label, place, run, steps) for place, (label, run) in enumerate(labelled, 1)]
+        shares = sum(any(math.isfinite(loss) for loss in _losses(run)) for run in read) > 1
+        views = [
+            RunView.of(label, place, run, steps, shares_losses=shares) for place, (label, run) in enumerate(labelled, 1)
+        ]
     for name in {name for view in views for name in view.figures}:
         align([view.figures[name] for view in views if name in view.figures])
     target = Path(path)
@@ -370,6 +379,10 @@ def _differing(views: Sequence[RunView]) -> list[str]:
     settings = [dict(view.settings()) for view in views]
     names = dict.fromkeys(name for of_run in settings for name in of_run if name not in ("begun", "record"))
     return [name for name in names if len({str(of_run.get(name)) for of_run in settings}) > 1]
+
+
+def _losses(run: Run) -> Iterable[float]:
+    return (float(step.loss) for step in run.steps if step.loss is not None)
 
 
 def _tile(module: str) -> str:

@@ -52,16 +52,23 @@ class Panel:
     words: list[dict[str, Any]] = field(default_factory=list)
 
 
-def timeline(facts: RunFacts) -> Figure | None:
-    """Return one run's skips, loss, scale, gradient norm and learning rate as a figure; None if nothing is recorded."""
+def timeline(facts: RunFacts, *, draws_loss: bool = True) -> Figure | None:
+    """Return one run's skips, loss, scale, gradient norm and learning rate as a figure; None if nothing is recorded.
+
+    Args:
+        facts: The run's facts.
+        draws_loss: Whether the loss has a panel; without it, findings are marked beside the skips.
+    """
     steps = facts.run.steps
     panels = []
     strips = [*map(_strip, facts.skips), *(_strip(fault, "taken") for fault in facts.faults)]
-    if strips:
-        title = " and ".join([*["skips"] * bool(facts.skips), *["taken with inf or NaN"] * bool(facts.faults)])
-        panels.append(Panel("", title, 0.35, strips, {"range": [-1, 1], "visible": False}))
     loss = LossCurve.of(facts)
-    if loss is not None:
+    found = [] if loss is None or draws_loss else [*_findings(facts, dict.fromkeys(dict(loss.points), 0.0))]
+    if strips or found:
+        titles = {"skips": facts.skips, "taken with inf or NaN": facts.faults, "findings": found}
+        title = " and ".join(name for name, marked in titles.items() if marked)
+        panels.append(Panel("", title, 0.35, [*strips, *found], {"range": [-1, 1], "visible": False}))
+    if loss is not None and draws_loss:
         panels.append(_loss(loss, facts))
     if facts.scales:
         panels.append(Panel("2", "scale", 1.0, [*_scale(facts)], _powers(scale for _, scale in facts.scales)))
