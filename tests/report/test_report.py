@@ -30,7 +30,7 @@ from castwise.report._figures.exponent_map import exponent_map
 from castwise.report._figures.losses import LossCurve, moving_average
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
 from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
-from castwise.report._html_report import RunView, labels
+from castwise.report._html_report import RunView, labels, short_names
 from castwise.report._plotly_script import without_unused
 from castwise.report._run_facts import RunFacts, Skips
 from castwise.report._worst_modules import worst_modules
@@ -475,8 +475,7 @@ def test_numbers_at_the_end_of_floating_point_have_a_page(tmp_path: Path) -> Non
     samples[0]["activations"]["a"]["smallest"] = "inf"
     samples[1]["modules"]["a"]["numel"] = 0
     assert (
-        "At the end: b/1 "
-        in page_of(tmp_path, *[write(tmp_path / name / "1", *records, *samples) for name in "bc"]).text
+        "At the end: b " in page_of(tmp_path, *[write(tmp_path / name / "1", *records, *samples) for name in "bc"]).text
     )
 
 
@@ -638,6 +637,35 @@ def test_runs_are_called_by_what_tells_them_apart() -> None:
     assert labels([Path("/runs/a/monitor.jsonl.gz"), Path("/runs/b/monitor.jsonl.gz")]) == ["a", "b"]
     assert labels([Path("/x/fp16/monitor.jsonl.gz"), Path("/y/fp16/monitor.jsonl.gz")]) == ["x/fp16", "y/fp16"]
     assert labels([Path("/x/a/monitor.jsonl.gz")] * 2) == ["x/a (1)", "x/a (2)"]
+
+
+def test_pages_of_several_runs_have_short_names_and_show_of_schedules_what_differs(tmp_path: Path) -> None:
+    morning, noon, at_noon_too = "20261127-101502-3f9c/GPT", "20261127-121733-77de/GPT", "20261127-121733-3f9c/GPT"
+    for names, short in (
+        ([morning, noon], ["101502", "121733"]),
+        ([noon, at_noon_too], ["77de", "3f9c"]),
+        (["demo-fp16", "demo-bf16"], ["fp16", "bf16"]),
+        (["lr-0.1", "lr-0.01"], ["lr-0.1", "lr-0.01"]),
+        (["a", "a-b"], ["a", "a-b"]),
+        ([morning], [morning]),
+    ):
+        assert short_names(names) == short
+    dynamic = "Dynamic(init_scale=65536.0, patience=20, on_exhausted='warn', growth_factor=2.0, growth_interval={})"
+    runs = [
+        write(tmp_path / name, step(1, 2.0**16), schedule=schedule)
+        for name, schedule in (
+            (morning, dynamic.format(100)),
+            (noon, dynamic.format(2000)),
+            ("20261127-140000-0000/GPT", "no scaling"),
+        )
+    ]
+    page = page_of(tmp_path, *runs)
+    for text in ("101502: ", "schedule Dynamic(growth_interval=100)", "schedule no scaling"):
+        assert page.text.count(text) == 1
+    titles = [attributes.get("title") for tag, attributes in page.tags if tag in ("b", "h3")]
+    assert str(runs[1]) in titles
+    page = page_of(tmp_path, runs[0], write(tmp_path / "x", schedule="Static(init_scale=65536.0, patience=20)"))
+    assert "schedule Static\n" in page.text
 
 
 def test_no_runs_and_missing_extras_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,11 +162,15 @@ class RunView:
         alone = [(f"ranks alone from step {record.step:,}", record.why) for record in self.facts.run.alone]
         return [*known, *self.facts.run.settings.items(), *alone, ("record", str(self.facts.run.path))]
 
-    def differs_in(self, names: Sequence[str]) -> str:
-        """Return the first of the settings in which runs differ, such as "learning rate 0.001"."""
-        known = dict(self.settings())
-        some = [name for name in names if name in known and name not in ("model", "optimizer")]  # `about` has these
-        return ", ".join(f"{name} {shortened(known[name], MAX_NAME)}" for name in some[:_DIFFERING_SHOWN])
+    def differs_in(self, differing: Mapping[str, Sequence[str]]) -> str:
+        """Return the first of the settings in which runs differ, such as "learning rate 0.001"; see `_differing`."""
+        known = {name for name, _ in self.settings()} - {"model", "optimizer"}  # `about` has these
+        some = [
+            f"{name} {shortened(texts[self.number - 1], MAX_NAME)}"
+            for name, texts in differing.items()
+            if name in known
+        ]
+        return ", ".join(some[:_DIFFERING_SHOWN])
 
     def key_numbers(self) -> list[tuple[str, str, str]]:
         """Return name, number and context of each tile at the top."""
@@ -299,7 +303,7 @@ def write_report(
         raise ValueError("write_report needs at least one run, got none")
     templates, plotly_js = environment(), load_plotly()
     read = read_runs(given)
-    labelled = zip(labels([run.path for run in read]), read, strict=True)
+    labelled = zip(short_names(labels([run.path for run in read])), read, strict=True)
     with paused():
         steps = sorted({sample.step for run in read for sample in run.samples})
         shares = sum(any(math.isfinite(loss) for loss in _losses(run)) for run in read) > 1
@@ -325,6 +329,23 @@ def labels(paths: Sequence[Path]) -> list[str]:
         name if names.count(name) == 1 else f"{name} ({names[:place].count(name) + 1})"
         for place, name in enumerate(names)
     ]
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return different names without the words that all have in front or at the end, and without a run's random digits.
+
+    A word before a number is kept: it says of what.
+    """
+    dated = [re.sub(r"(\d{8}-\d{6})-[0-9a-f]{4}\b", r"\1", name) for name in names]
+    words = [re.findall(r"[^-_/]+[-_/]*|[-_/]+", name) for name in (dated if len({*dated}) == len(dated) else names)]
+    while min(map(len, words)) > 1 and len({of[0] for of in words}) == 1:
+        if words[0][0][0].isalpha() and any(of[1][0].isdigit() for of in words):
+            break
+        words = [of[1:] for of in words]
+    while min(map(len, words)) > 1 and len({of[-1] for of in words}) == 1:
+        words = [of[:-1] for of in words]
+    short = ["".join(of).strip("-_/") for of in words]
+    return short if 1 < len(names) == len({*filter(None, short)}) else [*names]
 
 
 def _page(templates: Environment, plotly: PlotlyScript, views: Sequence[RunView]) -> str:
@@ -374,11 +395,24 @@ def _same_edits(mistakes: Sequence[MistakeRecord]) -> dict[int, int]:
     return same
 
 
-def _differing(views: Sequence[RunView]) -> list[str]:
-    """Return the names of the settings in which runs differ."""
+def _differing(views: Sequence[RunView]) -> dict[str, list[str]]:
+    """Return the settings in which runs differ by name, each with a text for each run of what differs."""
     settings = [dict(view.settings()) for view in views]
     names = dict.fromkeys(name for of_run in settings for name in of_run if name not in ("begun", "record"))
-    return [name for name in names if len({str(of_run.get(name)) for of_run in settings}) > 1]
+    texts = {name: [str(of_run.get(name)) for of_run in settings] for name in names}
+    return {name: _without_common(of_runs) for name, of_runs in texts.items() if len(set(of_runs)) > 1}
+
+
+def _without_common(texts: Sequence[str]) -> list[str]:
+    """Return texts, those such as "Dynamic(init_scale=1.0, patience=20)" without arguments that do not differ."""
+    calls = {text: call for text in texts if (call := re.fullmatch(r"(\w+)\(([^()]*)\)", text))}
+    given = [dict(part.partition("=")[::2] for part in call[2].split(", ")) for call in calls.values()]
+    differ = [name for name in given[0] if len({of.get(name) for of in given}) > 1] if given else []
+    short = {}
+    for (text, call), of in zip(calls.items(), given, strict=True):
+        kept = ", ".join(f"{name}={of[name]}" for name in differ if all(name in other for other in given))
+        short[text] = f"{call[1]}({kept})" if kept else call[1]
+    return [short.get(text, text) for text in texts] if len({*short.values()}) == len(short) else [*texts]
 
 
 def _losses(run: Run) -> Iterable[float]:
