@@ -340,7 +340,7 @@ def test_a_loss_has_a_strong_average_and_a_gap_where_it_was_not_finite(tmp_path:
 
 
 def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_ended(tmp_path: Path) -> None:
-    lost = [step(i, None, loss=2.0 if i < 40 else "nan") for i in range(1, 61)]
+    lost = [step(i, None, loss=2.0 if i < 40 else "nan", seconds=0.012) for i in range(1, 61)]
     runs = [
         recorded.healthy(tmp_path / "a", steps=600, layers=1),
         write(tmp_path / "b<i>", *lost, lr=0.5, model="ViT"),
@@ -362,6 +362,9 @@ def test_losses_of_several_runs_are_in_one_plot_and_the_caption_says_where_they_
     titles = [note["text"] for note in page.figures["timeline-1"]["layout"]["annotations"]]
     assert titles == ["<b>skips</b>", "<b>scale</b>", "<b>gradient norm</b>"], "no second plot of the loss"
     assert page.text.count("Faint lines are the losses") == 1
+    text = " ".join(page.text.split())
+    assert "Run Steps Skipped Loss at the end Seconds a step a 600 2 7.102 0.01 b<i>" in text
+    assert "b<i> 60 (-540) 0 (-2) NaN 0.012 (+20%) c 1 (-599) 0 (-2) 0.01 a Steps" in text
     found = {"kind": "invariant", "step": 1, "name": "never-updated", "text": "w stays.", "remedy": "Look at it."}
     only_loss = step(1, None, loss=2.0, grad_norm=None)
     other = page_of(tmp_path, write(tmp_path / "d", only_loss, found), write(tmp_path / "e", only_loss))

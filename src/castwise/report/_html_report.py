@@ -43,6 +43,7 @@ from castwise.report._plotly_script import PlotlyScript, packed, script_hash
 from castwise.report._quantized_operands import QuantizedOperand, quantized_operands
 from castwise.report._range_advice import kind_of
 from castwise.report._run_facts import WHOLE_MODEL, RunFacts, shown
+from castwise.report._run_table import run_table
 from castwise.report._verdicts import Verdict, judge
 from castwise.report._worst_modules import WorstModule, worst_modules
 
@@ -166,7 +167,7 @@ class RunView:
         """Return the first of the settings in which runs differ, such as "learning rate 0.001"; see `_differing`."""
         known = {name for name, _ in self.settings()} - {"model", "optimizer"}  # `about` has these
         some = [
-            f"{name} {shortened(texts[self.number - 1], MAX_NAME)}"
+            f"{name} {shortened(texts[self.number - 1], 2 * MAX_NAME)}"
             for name, texts in differing.items()
             if name in known
         ]
@@ -363,6 +364,7 @@ def _page(templates: Environment, plotly: PlotlyScript, views: Sequence[RunView]
         mistakes_lead=bool(mistakes) and not in_trouble,
         measures=MEASURES,
         losses=losses,
+        run_table=run_table([(view.facts, view.loss) for view in views]) if len(views) > 1 else {},
         drawn={name for view in views for name in view.figures},
         kinds=list(KINDS),
         formats=list(LOW_PRECISION),
