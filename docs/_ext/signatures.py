@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sphinx.application import Sphinx
 
-from castwise.monitor._records import Part
+from castwise.monitor._records import JsonObject
 
 _FLOAT = re.compile(r"(?<== )\d+\.\d+(e[+-]?\d+)?(?=[,)])")
 _CONSTANT = re.compile(r"(?<== )(_?[A-Z][A-Z0-9_]*|\d+ << \d+)(?=[,)])")
@@ -43,7 +43,7 @@ def spelled(value: float) -> str:
 def _processed(
     app: Sphinx, what: str, name: str, found: Any, options: Any, signature: str | None, returns: str | None
 ) -> tuple[str | None, str | None]:
-    if inspect.isclass(found) and issubclass(found, (enum.Enum, Part)):  # of records, users only read attributes
+    if inspect.isclass(found) and issubclass(found, (enum.Enum, JsonObject)):  # of records, users only read attributes
         return "", None
     return signature and as_written(signature, found), returns
 
