@@ -472,3 +472,19 @@ def test_an_empty_run_is_a_page_without_plots_that_fail(browser: Browser, tmp_pa
     browser.open(write_report([write(tmp_path)], tmp_path / "report.html"))
     assert browser.logs("browser") == []
     assert "Too little was recorded" in browser.driver.find_element(By.ID, "verdict").text
+
+
+def test_a_map_without_a_fault_is_one_row_until_all_are_asked_for(browser: Browser, tmp_path: Path) -> None:
+    browser.open(write_report([recorded.healthy(tmp_path, steps=200, layers=1)], tmp_path / "report.html"))
+    rows = "document.getElementById('{}-1').data[0].z.length"
+    assert browser.run(rows.format("flush")) == 1
+    assert browser.run(rows.format("headroom_bits")) == 9, "some have under 12 bits"
+    assert "None of these 9 modules ever leaves" in browser.driver.find_element(By.ID, "flush-1-caption").text
+    browser.run("document.getElementById('flush-1').focus()")
+    browser.press(Keys.ARROW_DOWN)
+    read = browser.driver.find_element(By.CSS_SELECTOR, "[data-for='flush-1']").text
+    assert read == "worst of 9, step 100: 0% rounds to zero"
+    browser.driver.execute_script("document.querySelector('[name=all]').click()")
+    browser.wait_for(f"{rows.format('flush')} === 9")
+    assert browser.run("document.querySelector('[data-rows]').textContent") == "All 9 modules."
+    assert browser.logs("browser") == []

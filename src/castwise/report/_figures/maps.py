@@ -143,6 +143,7 @@ def heat_map(
         "data": _base_traces(measure, next(iter(choices.values()))["data"]),
         "layout": layout,
         "choices": choices,
+        "safe": [0.0, measure.edges[0]] if measure.safe_first else [measure.edges[-1], 1e9],
         "names": {kind: [shown(module) for module in rows[kind]] for kind in KINDS},
         "height": 70 + ROW_HEIGHT * max(MIN_ROWS, *(min(len(names), ROWS_AT_FIRST) for names in rows.values())),
     }

@@ -47,25 +47,32 @@
     const rows = [...names.keys()].filter((row) => (query ? matches(names[row], query) : all || near.has(names[row])));
     const place = new Map(rows.map((row, at) => [row, at]));
     const marked = [...marks.y.keys()].filter((at) => place.has(marks.y[at]));
-    // Modules that were never finite look the same: one row is enough for all.
+    // Modules that were never finite look the same: one row is enough for all, and for all that have no fault.
     const isBad = (at) => marks.customdata[at] === 1;
+    const oneRow = (name, z, isMarked) => ({
+      names: [name],
+      diagnosed: new Set(),
+      data: [
+        { x: cells.x, y: [0], z: [z], customdata: cells.customdata, text: [cells.customdata.map((step) => `${name}<br>step ${stepText(step)}`)] },
+        isMarked ? { x: cells.x, y: cells.x.map(() => 0), ...looks(cells.x.map(() => 1), cells.x.length) } : { x: [], y: [] },
+      ],
+      height: 70 + ROW * 2,
+    });
     if (rows.length > 1 && marked.filter(isBad).length === rows.length * cells.x.length) {
-      const name = `all ${rows.length} modules`;
-      return {
-        names: [name],
-        of: 0,
-        caption: choice.caption,
-        diagnosed: new Set(),
-        data: [
-          { x: cells.x, y: [0], z: [cells.x.map(() => null)], customdata: cells.customdata, text: [cells.x.map(() => name)] },
-          { x: cells.x, y: cells.x.map(() => 0), ...looks(cells.x.map(() => 1), cells.x.length) },
-        ],
-        height: 70 + ROW * 2,
-      };
+      return { ...oneRow(`all ${rows.length} modules`, cells.x.map(() => null), true), of: 0, shown: 0, caption: choice.caption };
+    }
+    const [lowest, highest] = figure.safe, known = rows.flatMap((row) => cells.z[row]).filter((value) => value !== null);
+    const isCalm = known.length && known.every((value) => value >= lowest && value <= highest);
+    if (isCalm && rows.length > 4 && !marked.length && !query && !all && !figure.diagnosed.length && document.body.dataset.runs === "1") {
+      const worst = cells.x.map((_, column) => rows.map((row) => cells.z[row][column]).filter((value) => value !== null)
+        .reduce((one, other) => (one === null || (lowest ? other < one : other > one) ? other : one), null));
+      const caption = `${choice.caption} None of these ${rows.length} modules ever leaves the safest band: "all rows" shows each.`;
+      return { ...oneRow(`worst of ${rows.length}`, worst, false), of: names.length, shown: rows.length, caption };
     }
     return {
       names: rows.map((row) => names[row]),
       of: names.length,
+      shown: rows.length,
       caption: choice.caption,
       diagnosed: new Set(figure.diagnosed),
       data: [
@@ -138,7 +145,7 @@
     if (choice.height) {
       plot.style.height = `${choice.height}px`;
       const shown = document.querySelector(`[data-rows="${plot.id.split("-").pop()}"]`);
-      shown.textContent = choice.names.length < choice.of ? `${choice.names.length} of ${choice.of} modules: ` +
+      shown.textContent = choice.shown < choice.of ? `${choice.shown} of ${choice.of} modules: ` +
         "those most at risk, or with matching names." : choice.of > 1 ? `All ${choice.of} modules.` : choice.of ? "" :
         "No module was finite in any sample.";
     }
