@@ -563,6 +563,7 @@ def test_a_page_begins_with_the_verdict_in_a_few_words_and_what_was_trained(tmp_
         whole = sample(9, 1.0, {"a": -16.0}, {"a": 1.0, "": 1.0}, not_finite=("a",))
         run = Run.read(write(tmp_path / f"of {module}", *fine, *lost, found, whole))
         assert RunView.of("", 1, run, [9]).opens_with == kind
+    assert "GPT: AdamW, " in page_of(tmp_path, write(tmp_path / "GPT", *fine, **settings)).text
     both = page_of(tmp_path, *runs).text
     assert "2 runs, side by side" in both
     assert "lost: Training is lost from step 8 on: aten.div in train.py:22. GPT, AdamW" in both

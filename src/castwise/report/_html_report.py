@@ -137,6 +137,7 @@ class RunView:
         """Return the model, the optimizer, when the run began, and the number of steps, as far as they are known."""
         run = self.facts.run
         known = [str(run.settings[name]) for name in ("model", "optimizer") if name in run.settings]
+        known = [text for text in known if text != self.label]  # `castwise run` calls a record's folder like the model
         return ", ".join([*known, *self._begun(), several(len(run.steps), "step")])
 
     def _begun(self) -> list[str]:
