@@ -149,6 +149,50 @@ def test_other_likeliest_tokens_and_other_experts_are_counted(model: Experts) ->
     assert not model.router._forward_hooks
 
 
+class BiasedRouter(nn.Linear):
+    """As in DeepSeek-V3: a bias has a part in the choice of experts, and none in the scores."""
+
+    returns: Any
+
+    def forward(self, hidden: Tensor) -> Any:
+        scores = super().forward(hidden)
+        ids = (scores + torch.tensor([9.0, 9.0, 0.0, 0.0])).topk(2).indices
+        return self.returns(scores, scores.gather(-1, ids), ids)
+
+
+@pytest.mark.parametrize(
+    "returns",
+    [
+        lambda scores, weights, ids: (scores, weights, ids),
+        lambda scores, weights, ids: (weights, ids),
+        lambda scores, weights, ids: (ids, weights),
+        lambda scores, weights, ids: (scores, nn.functional.one_hot(ids).sum(-2), ids.flatten(0, -2)),
+    ],
+)
+def test_experts_are_those_that_the_router_chose_where_it_returns_them(model: Experts, returns: Any) -> None:
+    model.router, model.forward = BiasedRouter(8, 4), lambda tokens: plain(tokens)  # type: ignore[method-assign]
+    model.router.returns = returns
+
+    def plain(tokens: Tensor) -> dict[str, Tensor]:
+        hidden = model.embed(tokens)
+        model.router(hidden)
+        return {"logits": model.head(hidden)}
+
+    record = {"tokens": [3, 1, 4, 1], "log_probs": log_probs(model, [3, 1, 4, 1])}
+    experts = {"router": [[0, 1], [1, 0], [0, 3], []]}
+    assert compare_log_probs(model, [record | {"experts": experts}]).experts == {"router": pytest.approx(1 / 3)}
+
+
+def test_scores_that_a_bias_changes_before_experts_are_chosen_are_refused(model: Experts) -> None:
+    model.register_buffer("e_score_correction_bias", torch.zeros(4))
+    record = {"tokens": [3, 1], "log_probs": log_probs(model, [3, 1])}
+    assert compare_log_probs(model, [record]).experts == {}
+    message = "'router' returns scores alone, to which the model adds e_score_correction_bias before it chooses"
+    with pytest.raises(ValueError, match=message):
+        compare_log_probs(model, [record | {"experts": {"router": [[0, 1], []]}}])
+    assert not model.router._forward_hooks
+
+
 def test_files_frames_and_lists_are_the_same(model: Experts, tmp_path: Path) -> None:
     rows = torch.randint(CLASSES, (3, 6)).tolist()
     records = [{"tokens": row, "log_probs": log_probs(model, row)} for row in rows]

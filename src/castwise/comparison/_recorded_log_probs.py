@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -187,8 +187,9 @@ def compare_log_probs(
         OSError: The file cannot be read.
         TypeError: An argument has the wrong type, or the model returns no logits.
         ValueError: A record is malformed, a token is not a class of the model, an expert is none of its router's, a
-            router is not a module of the model or returns other than scores of shape (..., experts), `clip_band` or
-            `worst` is out of range, or the model is in training mode.
+            router is not a module of the model, returns neither scores of shape (..., experts) nor ids of experts, or
+            returns scores to which a bias is added, `clip_band` or `worst` is out of range, or the model is in training
+            mode.
 
     Example:
         >>> import castwise
@@ -209,7 +210,7 @@ def compare_log_probs(
             raise TypeError(f"{name} must be a policy, such as castwise.policies.bf16, got {given!r}")
     read, call, sums = read_records(records), forward or _called, _Sums(checked_band(clip_band))
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    with _routers(model, read) as chosen, ExitStack() as stack, notebook_progress() as progress:
+    with _routers(model, read) as routings, ExitStack() as stack, notebook_progress() as progress:
         trained, inferred = (_region(stack, model, device.type, given) for given in (policy, engine))
         for index, record in enumerate(read):
             if progress is not None:
@@ -220,7 +221,7 @@ def compare_log_probs(
             with trained():
                 log_probs, best = run.log_probs()
             sums.add(index, record, log_probs, best)
-            sums.add_experts(index, record, chosen)
+            sums.add_experts(index, record, routings)
             if engine is not None:
                 with inferred():
                     sums.add_precision(run.log_probs()[0] - log_probs)
@@ -324,19 +325,19 @@ class _Sums:
                 likeliest = max(record.top[place], key=record.top[place].__getitem__)
                 self._best[likeliest != int(best[place - 1])] += 1
 
-    def add_experts(self, index: int, record: TokenRecord, chosen: Mapping[str, torch.Tensor]) -> None:
-        """Add the experts of a sequence; `chosen` has the scores of each router, of shape (tokens, experts)."""
+    def add_experts(self, index: int, record: TokenRecord, routings: Mapping[str, _Routing]) -> None:
+        """Add the experts of a sequence, with what each router returned for it."""
         for name, experts in record.experts.items():
+            rows, among = routings[name]
             largest = max((expert for at in experts for expert in at), default=0)
-            if largest >= chosen[name].shape[-1]:
+            if among is not None and largest >= among:
                 raise ValueError(
-                    f"records[{index}]: experts has the expert {largest} of {name!r}, which scores "
-                    f"{chosen[name].shape[-1]} experts"
+                    f"records[{index}]: experts has the expert {largest} of {name!r}, which scores {among} experts"
                 )
-            for scores, recorded in zip(chosen[name], experts, strict=False):  # the last token is no input
+            for row, recorded in zip(rows, experts, strict=False):  # the last token is no input
                 if recorded:
-                    same = set(scores.topk(len(recorded)).indices.tolist()) == set(recorded)
-                    self._experts[name][not same] += 1
+                    own = row.topk(len(recorded)).indices if row.is_floating_point() else row
+                    self._experts[name][set(own.tolist()) != set(recorded)] += 1
 
     def add_precision(self, differences: torch.Tensor) -> None:
         """Add what the engine's precision changes in the log-probabilities of a sequence."""
@@ -419,18 +420,25 @@ def _region(
     return Precision(device, bound).region
 
 
+class _Routing(NamedTuple):
+    """What a router returned for one sequence."""
+
+    rows: torch.Tensor  # ids of the experts that it chose, (tokens, experts per token), or scores, (tokens, experts)
+    experts: int | None  # the number of experts it chooses from, if that is known
+
+
 @contextmanager
-def _routers(model: nn.Module, records: Sequence[TokenRecord]) -> Iterator[dict[str, torch.Tensor]]:
-    """Keep the scores of the routers that records name, of shape (tokens, experts), from each forward in the block."""
-    modules, chosen = dict(model.named_modules()), dict[str, torch.Tensor]()
+def _routers(model: nn.Module, records: Sequence[TokenRecord]) -> Iterator[dict[str, _Routing]]:
+    """Keep what the routers that records name return, from each forward in the block."""
+    modules, found = dict(model.named_modules()), dict[str, _Routing]()
 
     def keep(name: str, outputs: Any) -> None:
-        scores = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        if not isinstance(scores, torch.Tensor) or not scores.is_floating_point():
+        found[name] = routing = _routing(name, outputs)
+        if routing.rows.is_floating_point() and (bias := _correction_bias(modules, name)):
             raise ValueError(
-                f"the router {name!r} must return scores of shape (..., experts), got {type(scores).__name__}"
+                f"the router {name!r} returns scores alone, to which the model adds {bias} before it chooses experts: "
+                "leave the experts of this router out of the records"
             )
-        chosen[name] = scores.detach().flatten(0, -2).cpu()
 
     with ExitStack() as stack:
         for name in {name for record in records for name in record.experts}:
@@ -438,4 +446,37 @@ def _routers(model: nn.Module, records: Sequence[TokenRecord]) -> Iterator[dict[
                 raise ValueError(f"records name a router {name!r}, which is no module of the model")
             hook = modules[name].register_forward_hook(lambda module, args, outputs, name=name: keep(name, outputs))
             stack.callback(hook.remove)
-        yield chosen
+        yield found
+
+
+def _routing(name: str, outputs: Any) -> _Routing:
+    """Return the experts among the outputs of a router, or else its scores, which are the first output."""
+    returned: list[Any] = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    first = returned[0] if returned else None
+    scores = first if isinstance(first, torch.Tensor) and first.is_floating_point() else None
+    known, size = (None, 0) if scores is None else (scores.shape[:-1].numel(), scores.shape[-1])
+    for ids in filter(_has_choices, returned):
+        if known is None or known == ids.shape[:-1].numel():  # beside as many experts, scores are their weights
+            return _Routing(ids.detach().flatten(0, -2).cpu(), size if size > ids.shape[-1] else None)
+    if scores is None:
+        raise ValueError(
+            f"the router {name!r} must return scores of shape (..., experts), or the ids of the experts that it "
+            f"chooses, got {type(first).__name__}"
+        )
+    return _Routing(scores.detach().flatten(0, -2).cpu(), size)
+
+
+def _has_choices(value: Any) -> bool:
+    """Return True for ids of experts, of which a token has each once; False also for masks of ones and zeros."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.dtype not in (torch.int32, torch.int64):
+        return False
+    return bool(value.sort(-1).values.diff(dim=-1).ne(0).all())
+
+
+def _correction_bias(modules: Mapping[str, nn.Module], name: str) -> str:
+    """Return the name of a bias of a router, or of its parent, that changes which experts are chosen; "" for none."""
+    for owner in (name, name.rpartition(".")[0]):
+        for key, _ in chain(modules[owner].named_parameters(), modules[owner].named_buffers()):
+            if key.count(".") <= 1 and key.endswith(("correction_bias", "expert_bias")):
+                return f"{owner}.{key}".lstrip(".")
+    return ""
