@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,19 @@ def test_whatever_dtype_is_asked_for_is_float64(make: Callable[[], torch.Tensor]
     with exact_arithmetic():
         assert make().dtype == torch.float64
     assert torch.ones(1).dtype == torch.float32
+
+
+def test_loaded_tensors_are_those_of_the_file_in_float64(tmp_path: Path) -> None:
+    dtypes = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+    saved = {name: torch.randn(6)[1::2].to(dtype) for name, dtype in dtypes.items()}
+    torch.save(saved, tmp_path / "saved.pt")
+    model = torch.nn.Linear(3, 1)
+    with exact_arithmetic():
+        loaded = torch.load(tmp_path / "saved.pt")
+        model.load_state_dict({"weight": loaded["float32"].view(1, 3), "bias": torch.zeros(1)})
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name], tensor.double()), name
+        assert loaded[name].dtype is torch.float64
 
 
 @pytest.mark.parametrize("layer", [torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d])

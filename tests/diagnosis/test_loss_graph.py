@@ -278,6 +278,24 @@ def test_a_fault_of_the_model_comes_before_that_of_the_loss() -> None:
     assert (found["phase"], found["module"], found["op"]) == ("forward", "1", "aten.sqrt")
 
 
+def test_code_between_two_models_is_blamed_and_not_the_data() -> None:
+    model, head = nn.Linear(4, 4, bias=False), nn.Linear(4, 3)
+    both = nn.ModuleList([model, head])  # has no forward, so that each of the two is replayed alone
+    optimizer, records = torch.optim.SGD(both.parameters(), 0.01), list[Any]()
+    with Monitor(both, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+        for step in range(3):
+            x = torch.randn(6, 4).masked_fill(torch.tensor([[step == 2 and row == 4] for row in range(6)]), 0.0)
+            z = model(x)
+            z = z / z.norm(dim=-1, keepdim=True)  # here, between
+            head(z).logsumexp(-1).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (found,) = [record for record in records if record["kind"] == "diagnosis"]
+    assert (found["phase"], found["op"]) == ("loss", "aten.div")
+    assert "# here, between" in found["text"]
+    assert "divisors that are 0" in found["advice"]
+
+
 def test_a_line_is_known_although_the_graph_has_changed_if_the_op_has_only_one() -> None:
     def loss(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
         extra = logits.square().mean() * 0.1 if is_bad else 0.0

@@ -32,6 +32,7 @@ _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
 _ATTENTION = "scaled_dot_product"
 # Replaced rather than caught by a TorchFunctionMode, which would cost a call of Python for each function of torch.
+_LOAD = LayeredFunction("load", torch, torch.serialization)
 _CONVOLUTIONS = [LayeredFunction(name, torch, functional) for name in ("conv1d", "conv2d", "conv3d")]
 
 
@@ -64,9 +65,22 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._facts: dict[Any, _Facts] = {}
+        self._is_loading = False
+
+    def load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `torch.load`, which builds tensors over bytes of a narrower dtype, and widen what it returns."""
+        self._is_loading = True
+        try:
+            loaded = load(*args, **kwargs)
+        finally:
+            self._is_loading = False
+        with torch.no_grad():
+            return tree_map(lambda value: value if getattr(value, "requires_grad", False) else widen(value), loaded)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
+        if self._is_loading:
+            return func(*args, **(kwargs or {}))
         facts = self._facts.get(func) or self._learn(func)
         args, kwargs = tuple(map(_widen_dtype, args)), {name: _widen_dtype(x) for name, x in (kwargs or {}).items()}
         if facts.draws:
@@ -185,12 +199,15 @@ def exact_arithmetic() -> Iterator[None]:
     """Compute in float64 in the block: see `Promotion`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
+    promotion = Promotion()
+    _LOAD.add(promotion.load)
     for convolution in _CONVOLUTIONS:
         convolution.add(_widen_first)
     try:
-        with Promotion():
+        with promotion:
             yield
     finally:
+        _LOAD.remove(promotion.load)
         for convolution in _CONVOLUTIONS:
             convolution.remove(_widen_first)
         torch.set_default_dtype(before)

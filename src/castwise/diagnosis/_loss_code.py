@@ -69,12 +69,19 @@ class LossesOfStep:
         kept: The losses.
         outputs: The models' outputs.
         known: The origin of a loss that was known not to be finite before its backward.
+        is_between: Whether that is in code between two models, so that the later one was given what is not finite.
     """
 
     def __init__(
-        self, code: LossCode, kept: list[_Kept], outputs: Mapping[_Edge, torch.Tensor], known: Diagnosis | None
+        self,
+        code: LossCode,
+        kept: list[_Kept],
+        outputs: Mapping[_Edge, torch.Tensor],
+        known: Diagnosis | None,
+        *,
+        is_between: bool,
     ) -> None:
-        self._code, self._kept, self._known = code, kept, known
+        self._code, self._kept, self._known, self.is_between = code, kept, known, is_between
         self._outputs = {edge: _Seen.of(tensor) for edge, tensor in outputs.items()}
 
     def fault(self, *, of_model: bool) -> Diagnosis | None:
@@ -116,6 +123,7 @@ class LossCode:
         self._lines: dict[_Structure, list[Place | None]] = {}
         self._backwards = 0
         self._has_models = False
+        self._between: Diagnosis | None = None
         self._anomaly: tuple[bool, bool] | None = None
         """The script's own anomaly mode, while lines are read."""
 
@@ -157,18 +165,37 @@ class LossCode:
             return None
         nodes = nodes_of(loss, self._is_of_model)
         if has_lines:
-            self._lines[_structure(nodes)] = [_line_of(node) for node in nodes]
+            self._note_lines(nodes)
+            if len(self._intervals) > 1:
+                self._note_lines(nodes_of(loss, self._is_of_model, through_models=True))
         if is_finite:
             self._keep(loss, nodes)
             return None
+        if (between := self._fault_between_models(loss, nodes)) is not None:
+            return between
         if not nodes:  # the loss is an output of a model
             return None
         fault = first_fault(loss, nodes, self._known_outputs(), [saved_by(node) for node in nodes])
         return None if fault is None else self.diagnosis(loss, nodes, fault)
 
+    def _fault_between_models(self, loss: torch.Tensor, after: list[Any]) -> Diagnosis | None:
+        """Return the origin of a non-finite loss if it is in code before `after`, whose result a model has read."""
+        if len(self._intervals) < 2:
+            return None
+        nodes = nodes_of(loss, self._is_of_model, through_models=True)
+        fault = first_fault(loss, nodes, self._known_outputs(), [saved_by(node) for node in nodes])
+        if fault is None or fault.reads or fault.has_unknown_inputs or nodes[fault.place] in after:
+            return None
+        self._between = self.diagnosis(loss, nodes, fault)
+        return self._between
+
+    def _note_lines(self, nodes: list[Any]) -> None:
+        self._lines[_structure(nodes)] = [_line_of(node) for node in nodes]
+
     def take(self, known: Diagnosis | None) -> LossesOfStep:
         """Return the losses of a step, and forget them; for `known`, see `LossesOfStep`."""
-        losses = LossesOfStep(self, list(self._kept), self._known_outputs(), known)
+        is_between = known is not None and known is self._between
+        losses = LossesOfStep(self, list(self._kept), self._known_outputs(), known, is_between=is_between)
         self._kept.clear()
         self._outputs.clear()
         return losses

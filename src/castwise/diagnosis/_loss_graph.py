@@ -139,24 +139,32 @@ def frozen(nodes: Sequence[Any]) -> list[Any]:
     return [copies[node] for node in nodes]
 
 
-def nodes_of(loss: torch.Tensor, is_of_model: Callable[[int], bool]) -> list[Any]:
+def nodes_of(loss: torch.Tensor, is_of_model: Callable[[int], bool], *, through_models: bool = False) -> list[Any]:
     """Return the nodes between a loss and the models' outputs, in the order in which they were made.
 
     Args:
         loss: The loss.
         is_of_model: Returns True for the number of a node that a model's forward has made.
+        through_models: Whether to return the nodes before and between models, too.
     """
     reached: dict[Any, int] = {}
+    of_models: set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting and len(reached) < _MOST_NODES:
         node = waiting.pop()
-        if node is None or node in reached:
+        if node is None or node in reached or node in of_models:
             continue
         number = number_of_node(node)
-        if number < _LEAF and not is_of_model(number):
+        if number >= _LEAF:
+            continue
+        if not is_of_model(number):
             reached[node] = number
-            for source, _ in node.next_functions:
-                waiting.append(source)
+        elif through_models:
+            of_models.add(node)
+        else:
+            continue
+        for source, _ in node.next_functions:
+            waiting.append(source)
     return sorted(reached, key=reached.__getitem__)
 
 

@@ -211,6 +211,13 @@ class MicroBatches:
                 and replayed.found
                 and (replayed.op or replayed.phase != "loss" or replayed.remedy == "scale")
             )
+            if (
+                replayed is not None
+                and replayed.phase == "input"
+                and self.losses is not None
+                and self.losses.is_between
+            ):
+                is_explained = False  # the input is no data: the script has computed it from another model's output
             if not is_explained:
                 of_loss = self._fault_of_loss(cause, of_model=True)
                 self._diagnosis = of_loss or replayed
