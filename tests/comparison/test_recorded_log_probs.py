@@ -230,6 +230,42 @@ def test_frames_have_likeliest_tokens_and_experts_as_they_come_out_of_files() ->
         read_records(pandas.DataFrame([{"sequence": "b", "token": 1, "log_prob": -1.0}]))
 
 
+def test_frames_may_have_dtypes_with_missing_values() -> None:
+    frame = pandas.DataFrame({"sequence": ["a", "a"], "token": [3.0, 1.0], "log_prob": [None, -1.5]})
+    expected = [TokenRecord([3, 1], [None, -1.5])]
+    assert read_records(frame) == read_records(frame.convert_dtypes()) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sequence": ["a", None]}, "no sequence in the row 1$"),
+        ({"sequence": [math.nan, 2.0]}, "no sequence in the row 0$"),
+        ({"token": [3.7, 1.0]}, r"sequence 'a' of the data frame: tokens must be a list of integer ids, got 3\.7$"),
+        ({"token": [3, None]}, "sequence 'a' of the data frame: tokens must be a list of integer ids, got None$"),
+    ],
+)
+def test_rows_of_frames_without_a_sequence_or_an_integer_token_are_refused(changed: Any, message: str) -> None:
+    columns = {"sequence": ["a", "a"], "token": [3, 1], "log_prob": [None, -1.5]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        read_records(pandas.DataFrame(columns | changed))
+
+
+def test_experts_of_frames_are_read_in_time_that_grows_with_the_tokens() -> None:
+    class Name(str):
+        hashed = 0
+
+        def __hash__(self) -> int:
+            Name.hashed += 1
+            return super().__hash__()
+
+    name, tokens = Name("gate"), 100
+    row = {"sequence": 0, "token": 1, "log_prob": -1.0, "experts": [(name, [0, 1])]}
+    (record,) = read_records(pandas.DataFrame([row | {"log_prob": None}, *[row] * (tokens - 1)]))
+    assert record.experts == {"gate": [[0, 1]] * tokens}
+    assert Name.hashed < 10 * tokens
+
+
 def test_arrays_and_tensors_are_lists() -> None:
     expected = TokenRecord([3, 1, 4], [None, -1.5, -0.5], experts={"gate": [[0, 1], [2, 1], [1, 3]]})
     tokens, values = numpy.array([3, 1, 4], numpy.int32), numpy.array([math.nan, -1.5, -0.5], numpy.float32)

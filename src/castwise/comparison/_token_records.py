@@ -52,8 +52,9 @@ class TokenRecord:
         for name, values in lengths.items():
             if len(values) != len(self.tokens):
                 raise ValueError(f"{name} must have an entry for each of {len(self.tokens)} tokens, got {len(values)}")
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.tokens):
-            raise TypeError("tokens must be a list of integer ids")
+        for token in self.tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise TypeError(f"tokens must be a list of integer ids, got {token!r}")
         if any(token < 0 for token in self.tokens):
             raise ValueError(f"tokens must be ids >= 0, got {min(self.tokens)}")
         for name, lists in (("top", self.top), *((f"experts[{name!r}]", chosen) for name, chosen in experts.items())):
@@ -177,12 +178,28 @@ def _of_frame(frame: Any) -> Iterator[TokenRecord]:
     missing = [name for name in _COLUMNS if name not in frame.columns]
     if missing:
         raise ValueError(f"the data frame must have the columns {', '.join(_COLUMNS)}, and has no {', '.join(missing)}")
+    if (unnamed := frame["sequence"].isna().to_numpy()).any():
+        raise ValueError(f"the data frame has no sequence in the row {frame.index[unnamed.argmax()]!r}")
     for sequence, rows in frame.groupby("sequence", sort=False):
-        log_probs = [None if _is_missing(value) else float(value) for value in rows["log_prob"]]
-        top = tuple(map(_top, rows["top"])) if "top" in frame.columns else ()
-        chosen = [_entries(at) for at in rows["experts"]] if "experts" in frame.columns else []
-        experts = {name: [at.get(name, ()) for at in chosen] for at in chosen for name in at}
         try:
-            yield TokenRecord([int(token) for token in rows["token"]], log_probs, top, experts)
+            log_probs = [None if value is None else float(value) for value in _column(rows, "log_prob")]
+            top = tuple(map(_top, _column(rows, "top")))
+            chosen = [_entries(at) for at in _column(rows, "experts")]
+            experts = {name: [at.get(name, ()) for at in chosen] for name in dict.fromkeys(chain.from_iterable(chosen))}
+            tokens = [int(token) if _is_whole(token) else token for token in _column(rows, "token")]
+            yield TokenRecord(tokens, log_probs, top, experts)
         except (TypeError, ValueError) as error:
             raise type(error)(f"sequence {sequence!r} of the data frame: {error}") from error
+
+
+def _column(frame: Any, name: str) -> list[Any]:
+    """Return a column as Python's own objects, with None for a missing value of any dtype; [] if there is none."""
+    if name not in frame.columns:
+        return []
+    values = frame[name].astype(object)
+    return [None if missing else value for value, missing in zip(values, values.isna(), strict=True)]
+
+
+def _is_whole(value: Any) -> bool:
+    """Return True for a float that is an integer: columns of integers become floats beside a missing value."""
+    return isinstance(value, float) and value.is_integer()
