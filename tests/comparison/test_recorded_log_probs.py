@@ -438,6 +438,9 @@ def test_outputs_of_transformers(model: Experts) -> None:
     assert lengths[0] <= 5
     with pytest.raises(ValueError, match="5 tokens after a prompt of 2, but there are 4 logits"):
         from_transformers(output, prompt_length=2)
+    beams = SimpleNamespace(**vars(output), beam_indices=torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="the output is that of beam search"):
+        from_transformers(beams, 3)
     with pytest.raises(ValueError, match="output_logits=True"):
         from_transformers(SimpleNamespace(sequences=sequences, logits=None), 3)
 
@@ -461,6 +464,7 @@ RECORD = {"tokens": [1, 2], "log_probs": [None, -1.0]}
         ([RECORD | {"log_probs": [None, "a"]}], "list of numbers"),
         ([RECORD | {"log_probs": [None, math.nan]}], r"records\[0\]: log_probs\[1\] must be the finite log.*got nan$"),
         ([RECORD | {"log_probs": [None, -math.inf]}], "got -inf: record them before top_k and top_p exclude tokens"),
+        ([RECORD | {"log_probs": [None, -9999.0]}], r"got -9999\.0: record them before top_k and top_p exclude tokens"),
         ([RECORD | {"log_probs": [None, 0.5]}], r"so at most 0, or None, got 0\.5$"),
         ([RECORD | {"tokens": [1, 99]}], r"records\[0\]: the model must return logits .*the largest is 99"),
         ([RECORD | {"experts": {"gate": [[0], [1]]}}], "a router 'gate', which is no module"),

@@ -212,11 +212,16 @@ def from_transformers(
             them is left out; None leaves nothing out.
 
     Raises:
-        ValueError: The output has no logits, or their number is not that of the generated tokens.
+        ValueError: The output has no logits, their number is not that of the generated tokens, or the output is that of
+            beam search.
     """
     sequences, logits = _get(output, "sequences"), _get(output, "logits")
     if sequences is None or logits is None:
         raise ValueError("the output has no logits: generate with return_dict_in_generate=True, output_logits=True")
+    if _get(output, "beam_indices") is not None:
+        raise ValueError(
+            "the output is that of beam search, whose logits are those of beams: generate with num_beams=1"
+        )
     generated = sequences[:, prompt_length:]
     if generated.shape[1] != len(logits):
         raise ValueError(

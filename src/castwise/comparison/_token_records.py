@@ -16,6 +16,7 @@ from typing import Any
 
 _COLUMNS = ("sequence", "token", "log_prob")
 _LARGEST = 0.01  # of a log-probability: 0, and the rounding of a logarithm of a sum in bf16
+_EXCLUDED = -9999.0  # what vLLM's server writes for -inf, which JSON has not
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class TokenRecord:
             token, empty where it was not recorded.
 
     Raises:
-        ValueError: The lists have different lengths, a log-probability is not finite or above 0 by more than rounding,
-            or the first token has one.
+        ValueError: The lists have different lengths, a log-probability is not finite, above 0 by more than rounding, or
+            -9999.0, which vLLM's server writes for -inf, or the first token has one.
         TypeError: A token is not an integer, or a log-probability is not a number.
     """
 
@@ -65,8 +66,9 @@ class TokenRecord:
         if not all(value is None or isinstance(value, float) for value in self.log_probs):
             raise TypeError("log_probs must be a list of numbers, with None where nothing was recorded")
         for place, value in enumerate(self.log_probs):
-            if value is not None and not (math.isfinite(value) and value <= _LARGEST):
-                hint = ": record them before top_k and top_p exclude tokens" if value == -math.inf else ""
+            if value is not None and not (math.isfinite(value) and value <= _LARGEST and value != _EXCLUDED):
+                excluded = value in (-math.inf, _EXCLUDED)
+                hint = ": record them before top_k and top_p exclude tokens" if excluded else ""
                 raise ValueError(
                     f"log_probs[{place}] must be the finite logarithm of a probability, so at most 0, or None, got "
                     f"{value}{hint}"
