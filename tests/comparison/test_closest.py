@@ -90,3 +90,13 @@ def test_a_policy_that_is_the_reference_is_no_candidate() -> None:
     same = castwise.compare(model, batches, {"a": policies["fp32"], "b": policies["fp32"]}, loss=nn.functional.mse_loss)
     assert same.result() == "a and b compute the same as float32: losses and gradients are equal."
     assert same["a"].summary.output_errors == same["a"][""].total
+
+
+def test_a_drift_has_its_policies_by_name_and_in_order() -> None:
+    drift = of_errors(bf16=(1e-4, None), noise=(1e-7, None), fp16=(1e-5, None))
+    assert len(drift) == 2
+    assert [policy.name for policy in drift] == ["bf16", "fp16"]
+    assert "bf16" in drift
+    assert "noise" not in drift
+    assert drift["fp16"] in drift
+    assert drift.noise not in drift

@@ -227,6 +227,13 @@ class Drift(Shown):
     def __iter__(self) -> Iterator[PolicyDrift]:
         return iter(self.policies.values())
 
+    def __len__(self) -> int:
+        return len(self.policies)
+
+    def __contains__(self, policy: object) -> bool:
+        """Return True for the name of a policy, and for the result of one."""
+        return policy in self.policies if isinstance(policy, str) else policy in self.policies.values()
+
     def __repr__(self) -> str:
         return f"Drift({', '.join(self.policies)}: {self.headline()})"
 
