@@ -15,7 +15,7 @@ import torch
 
 import castwise
 from castwise.monitor import _records
-from castwise.monitor._records import Part
+from castwise.monitor._records import JsonObject
 
 TORCHS_CLASSES = ("GradScaler", "ShardedGradScaler", "autocast")
 TORCHS_FUNCTIONS = ("custom_fwd", "custom_bwd", "is_autocast_available", "autocast_decorator", "OptState")
@@ -121,7 +121,9 @@ WITHOUT_ARGUMENTS = {
 }
 # The page on formats describes the fields of these, and a test compares it with real records.
 DESCRIBED_AS_JSON = tuple(
-    f"castwise.monitor.{name}" for name, cls in vars(_records).items() if inspect.isclass(cls) and issubclass(cls, Part)
+    f"castwise.monitor.{name}"
+    for name, cls in vars(_records).items()
+    if inspect.isclass(cls) and issubclass(cls, JsonObject)
 )
 
 

@@ -281,12 +281,15 @@ class Comparison:
                     )
             if progress is not None:
                 progress("batches", steps, steps)
+        return self._results(variants, watch, reference_losses, batches=len(checked))
+
+    def _results(self, variants: list[_Variant], watch: Watch, reference_losses: list[float], *, batches: int) -> Drift:
         drifts = [self._of(variant, reference_losses, watch) for variant in variants]
         noise = drifts.pop() if self._vary is not None else None
         return Drift(
             policies={drift.name: drift for drift in drifts},
             reference=self._reference if isinstance(self._reference, str) else "policy",
-            batches=len(checked),
+            batches=batches,
             noise=noise,
             not_called=tuple(tap.name for tap in watch.taps if variants[0].sums and _is_left_out(tap, variants)),
             notes=(
