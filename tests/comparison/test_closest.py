@@ -90,6 +90,9 @@ def test_a_policy_that_is_the_reference_is_no_candidate() -> None:
     same = castwise.compare(model, batches, {"a": policies["fp32"], "b": policies["fp32"]}, loss=nn.functional.mse_loss)
     assert same.result() == "a and b compute the same as float32: losses and gradients are equal."
     assert same["a"].summary.output_errors == same["a"][""].total
+    assert "" in same["a"]
+    assert "not a module" not in same["a"]
+    assert repr(same["a"]) == f"PolicyDrift(a: loss off by 0 of itself, {len(same['a'].modules)} modules)"
 
 
 def test_a_drift_has_its_policies_by_name_and_in_order() -> None:

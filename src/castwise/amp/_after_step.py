@@ -59,7 +59,7 @@ class AfterSteps:
         self.calls.append(_Call(step.iteration, step.skip_flag(), call))
 
     def run(self, updates: int | None = None) -> None:
-        """Run the calls whose step result is on the host from the start, or at least `DELAY` updates old.
+        """Run the calls whose step result is known without a wait, or at least `DELAY` updates old.
 
         Args:
             updates: Number of updates so far. None runs all calls, which waits for the device.

@@ -58,7 +58,7 @@ class KnownOptimizers:
         self.shared = SharedParams()
 
     def register(self, optimizer: torch.optim.Optimizer, *, is_scaled: bool = True) -> OptimizerInfo:
-        """Return the facts about an optimizer; of a new one, hooks watch the gradients if its gradients are scaled."""
+        """Return the facts about an optimizer; hooks watch the gradients of a new one, if they are scaled."""
         info = self._infos.get(id(optimizer))
         if info is None or info.optimizer() is not optimizer:
             self._infos = {key: known for key, known in self._infos.items() if known.optimizer() is not None}

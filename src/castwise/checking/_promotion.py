@@ -31,8 +31,8 @@ WIDE = {
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
 _ATTENTION = "scaled_dot_product"
-# Replaced rather than caught by a TorchFunctionMode, which would cost a call of Python for each function of torch.
 _LOAD = LayeredFunction("load", torch, torch.serialization)
+# Replaced rather than caught by a TorchFunctionMode, which would cost a call of Python for each function of torch.
 _CONVOLUTIONS = [LayeredFunction(name, torch, functional) for name in ("conv1d", "conv2d", "conv3d")]
 
 

@@ -128,6 +128,14 @@ class PolicyDrift:
                 return module
         raise KeyError(name)
 
+    def __contains__(self, name: object) -> bool:
+        """Return True for the name of a module."""
+        return any(module.name == name for module in self.modules)
+
+    def __repr__(self) -> str:
+        of = self.failure or f"loss off by {self.summary.relative_loss_error:.2g} of itself"
+        return f"PolicyDrift({self.name}: {of}, {len(self.modules)} modules)"
+
     @property
     def failure(self) -> str:
         """Why the policy has no finite figures; "" if it has."""

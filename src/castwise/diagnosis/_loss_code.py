@@ -124,6 +124,7 @@ class LossCode:
         self._backwards = 0
         self._has_models = False
         self._between: Diagnosis | None = None
+        """The last fault that was in code between two models."""
         self._anomaly: tuple[bool, bool] | None = None
         """The script's own anomaly mode, while lines are read."""
 
@@ -134,7 +135,7 @@ class LossCode:
         self._outputs.clear()
         self._kept.clear()
         self._lines.clear()
-        self._backwards, self._has_models = 0, False
+        self._backwards, self._has_models, self._between = 0, False, None
 
     def forward_begins(self) -> int:
         """Note that a model is called; return the number to give to `forward_ends`."""

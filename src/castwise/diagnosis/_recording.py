@@ -206,18 +206,14 @@ class MicroBatches:
             self._weights = weights
             loss_is_finite = loss_is_finite_of(cause)
             self._diagnosis = replayed = self._first_fault(scale, loss_is_finite)
+            is_between = self.losses is not None and self.losses.is_between
             is_explained = (
                 replayed is not None
                 and replayed.found
                 and (replayed.op or replayed.phase != "loss" or replayed.remedy == "scale")
+                # Such an input is no data: the script has computed it from another model's output.
+                and not (replayed.phase == "input" and is_between)
             )
-            if (
-                replayed is not None
-                and replayed.phase == "input"
-                and self.losses is not None
-                and self.losses.is_between
-            ):
-                is_explained = False  # the input is no data: the script has computed it from another model's output
             if not is_explained:
                 of_loss = self._fault_of_loss(cause, of_model=True)
                 self._diagnosis = of_loss or replayed

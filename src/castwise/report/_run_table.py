@@ -30,8 +30,8 @@ def run_table(runs: Sequence[tuple[RunFacts, LossCurve | None]]) -> dict[str, li
         texts = ["" if curve is None else loss_text(curve.last) for _, curve in runs]
         table["Loss at the end"] = _cells(texts, changes, finished)
     if any(map(math.isfinite, seconds)):
-        changes = [f"{each / seconds[0] - 1.0:+.0%}" if seconds[0] else "" for each in seconds]
-        table["Seconds a step"] = _cells([f"{each:.2g}" for each in seconds], changes, seconds)
+        changes = [f"{taken / seconds[0] - 1.0:+.0%}" if seconds[0] else "" for taken in seconds]
+        table["Seconds a step"] = _cells([f"{taken:.2g}" for taken in seconds], changes, seconds)
     return table
 
 
