@@ -38,6 +38,7 @@ from tests.warm_python import warm_python_in_module as warm_python_in_module
 
 import castwise
 
+os.environ.setdefault("PYTHONHASHSEED", "0")  # or `castwise check` sets it, by starting a Python anew
 ROOT = Path(__file__).parent
 _MARKED = re.compile(
     r"^(?:"

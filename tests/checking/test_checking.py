@@ -79,6 +79,85 @@ def test_a_value_in_fewer_bits_is_less_accurate(golden: Golden, precision: str) 
     assert found.verdict.startswith("same function, less accurate: blocks.1, ")
 
 
+def test_a_constant_in_the_loss_decides_although_no_gradient_has_it() -> None:
+    def program(constant: float = 0.0, scale: float = 1.0) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=scale)
+        scaler.scale(model(torch.rand(5, 3)).square().mean() + constant).backward()
+        scaler.step(optimizer)
+
+    golden = record(program, 1)
+    assert check(functools.partial(program, scale=8.0), golden).kind == "identical"
+    found = check(functools.partial(program, 1e-3), golden)
+    assert (found.kind, found.verdict) == ("different", "different function: loss, step 1")
+    golden.losses = []  # as in older files
+    found = check(functools.partial(program, 1e-3), golden)
+    assert found.verdict == "identical: all gradients, weights and buffers have the same bits"
+
+
+def test_a_setting_decides_although_these_steps_do_not_show_it() -> None:
+    def program(rate: Any = 0.1, momentum: float = 0.9) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), rate, momentum)
+        model(torch.rand(5, 3)).square().mean().backward()
+        optimizer.step()
+
+    golden = record(program, 1)
+    found = check(functools.partial(program, momentum=0.8), golden)
+    said = "setting momentum 0.9 is now 0.8 (SGD, step 1), without effect in these steps"
+    assert (found.kind, found.where, found.verdict) == ("different", "setting", f"different function: {said}")
+    found = check(lambda: program(torch.tensor(0.1)), golden)  # the rate that float32 has
+    assert (found.kind, found.notes[0]) == (
+        "same",
+        "setting without effect in these steps: lr 0.1 is now 0.10000000149011612 (SGD, step 1)",
+    )
+
+
+def test_all_models_are_compared_whichever_is_called_first_and_whichever_steps_first() -> None:
+    def program(log: bool = False, rate: float = 0.1) -> None:
+        torch.manual_seed(0)
+        first, second = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model, lr in ((second, 0.1), (first, rate))]
+        x = first(torch.rand(5, 3))
+        (second(x).sigmoid().log() if log else torch.nn.functional.logsigmoid(second(x))).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    golden = record(program, 1)
+    assert {key.name for key in golden.errors} == {"weight", "bias", "Linear.weight", "Linear.bias", "loss"}
+    found = check(functools.partial(program, log=True), golden)
+    assert (found.kind, found.notes) == ("same", ())
+    found = check(functools.partial(program, rate=0.2), golden)
+    assert found.verdict == "different function: optimizer, lr 0.1 is now 0.2 (SGD, step 1)"
+
+
+class Masked(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.ones_like(x).triu(1).bool(), -torch.inf)
+
+
+def test_infs_that_a_module_returns_on_purpose_have_no_error() -> None:
+    def program(halves: bool = False) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Masked(), torch.nn.Softmax(-1))
+        optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.rand(4, 4)
+        out = model(x)
+        ((out.square().sum() / 3) if halves else (out / 3 * out).sum()).backward()
+        optimizer.step()
+
+    golden = record(program, 1)
+    assert golden.local["1"] == 0.0
+    assert check(functools.partial(program, halves=True), golden).kind == "same"
+
+
+def test_a_program_whose_loss_is_not_finite_is_refused() -> None:
+    """In later steps all would be NaN, and so the same as NaN."""
+    with pytest.raises(ValueError, match="the loss in step 1 has an inf or NaN, also in float64: `castwise run` tells"):
+        record(program(loss_bug=float("inf")), steps=1)
+
+
 def test_a_batch_in_two_halves_is_the_same_function() -> None:
     golden = record(program(dropout=0.0), steps=2)
     found = check(program(dropout=0.0, halves=True), golden)
@@ -169,7 +248,10 @@ def test_a_value_of_the_program_decides() -> None:
         train(logits=lambda name, value: probe(name, value * (1 + 1e-6)))
 
     found = check(changed, golden)
-    assert (found.kind, found.where) == ("different", "value logits")
+    assert (found.kind, found.where, found.notes) == ("different", "value logits", ())
+    golden.about["string_hash"] += 1
+    (note,) = check(changed, golden).notes
+    assert "set PYTHONHASHSEED=0" in note
 
 
 @pytest.mark.parametrize("steps", [2, 5])
@@ -339,11 +421,11 @@ def test_of_another_optimizer_settings_without_a_counterpart_are_left_out() -> N
         return [[{"optimizer": optimizer, "group": 0, "params": ["weight"], "values": values}]]
 
     golden = Golden(1, "float32", {}, settings("SGD", lr=0.1, momentum=0.9))
-    assert changed_settings(golden, settings("Adam", lr=0.2, eps=1e-8)) == [
-        "optimizer SGD is now Adam",
-        "lr 0.1 is now 0.2 (SGD, step 1)",
-    ]
-    assert changed_settings(golden, settings("SGD", lr=0.1)) == ["momentum 0.9 is now not set (SGD, step 1)"]
+    assert changed_settings(golden, settings("Adam", lr=0.2, eps=1e-8)) == {
+        "optimizer SGD is now Adam": False,
+        "lr 0.1 is now 0.2 (SGD, step 1)": False,
+    }
+    assert changed_settings(golden, settings("SGD", lr=0.1)) == {"momentum 0.9 is now not set (SGD, step 1)": False}
 
 
 def test_losses_of_two_optimizers_in_turn_are_compared_one_by_one() -> None:

@@ -20,7 +20,7 @@ def golden_with(modules: int, params: int, steps: int = 3) -> Golden:
     """A golden whose numbers compress as badly as real ones."""
     golden = Golden(steps, "float32", {"torch": "2.13.0", "threads": 2, "commit": None})
     golden.settings = [[{"optimizer": "SGD", "group": 0, "values": {"lr": 0.1 / 3}, "params": ["a"]}]] * steps
-    golden.digests, golden.local = ["00ff"] * steps, {"blocks.0": 1.25e-7}
+    golden.digests, golden.losses, golden.local = ["00ff"] * steps, ["ee"] * steps, {"blocks.0": 1.25e-7}
     keys = [
         ProbeKey(step, kind, f"blocks.{number}.layer", 0, 0)
         for step in range(steps)
@@ -43,7 +43,7 @@ def test_everything_that_is_saved_is_read_back(tmp_path: Path) -> None:
     golden = golden_with(3, 4)
     golden.save(tmp_path / "g.cwcheck")
     found = Golden.load(tmp_path / "g.cwcheck")
-    for name in ("steps", "dtype", "about", "settings", "digests", "callers", "local", "left_out", "skipped"):
+    for name in ("steps", "dtype", "about", "settings", "digests", "losses", "callers", "local", "left_out", "skipped"):
         assert getattr(found, name) == getattr(golden, name), name
     assert [*found.probes] == [*golden.probes]
     assert found.errors == pytest.approx(golden.errors)
@@ -113,16 +113,63 @@ def test_what_is_no_golden_file_is_refused(content: bytes, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("settings", [[{}]]), ("settings", [5]), ("about", {"ranks": "two"}), ("steps", -1), ("steps", math.inf)],
+    ("key", "value", "said"),
+    [
+        ("settings", [[{}]] * 3, "settings must have optimizer, group, values and params, got {}"),
+        ("settings", [5], "it has settings of 1 steps, and must have them of 3"),
+        ("settings", [], "it has settings of 0 steps, and must have them of 3"),
+        ("settings", [[]] * 3, "a step has no settings of an optimizer"),
+        ("digests", ["00"] * 2, "it has digests of 2 steps, and must have them of 3"),
+        ("losses", ["00"], "it has losses of 1 steps, and must have them of 3"),
+        ("digests", [None] * 3, "digests and losses must be hashes"),
+        ("about", {"ranks": "two"}, "ranks must be an integer of at least 1, got 'two'"),
+        ("about", [], "about must be of type dict, got []"),
+        ("steps", -1, "steps must be an integer of at least 0, got -1"),
+        ("steps", math.inf, "steps must be of type int, got inf"),
+        ("dtype", "float8", "dtype must be one of float32, bfloat16, float16, unknown, got 'float8'"),
+        ("local", {"blocks.0": math.nan}, "the error of blocks.0 must be a number >= 0, got nan"),
+        ("names", [], "a position must be less than 0, got 0"),
+        ("left_out", [-1], "a position must be an integer of at least 0, got -1"),
+        ("probes", [[0, "weight", 0, 0, 0]], "a probe is of kind 'weight'; known are param, in, "),
+        ("probes", [[0, "update", 0, 0, 0]] * 2, "it has a probe twice"),
+        ("probes", [], "its values have 528 bytes, and its probes need 0"),
+    ],
 )
-def test_a_header_with_other_contents_is_refused(key: str, value: object, tmp_path: Path) -> None:
+def test_a_header_with_other_contents_is_refused(key: str, value: object, said: str, tmp_path: Path) -> None:
     golden_with(1, 1).save(tmp_path / "g")
     with zipfile.ZipFile(tmp_path / "g") as archive:
         header, values = json.loads(archive.read("header.json")), archive.read("values.bin")
-    (tmp_path / "g").write_bytes(zipped(header_json=json.dumps({**header, key: value}).encode(), values_bin=values))
-    with pytest.raises(ValueError, match="is not a golden file"):
+    changed = {**header, "left_out": [], key: value}
+    (tmp_path / "g").write_bytes(zipped(header_json=json.dumps(changed).encode(), values_bin=values))
+    with pytest.raises(ValueError, match=r"is not a golden file.*; give another file, or record again") as raised:
         Golden.load(tmp_path / "g")
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"norm": math.nan}, "the value of gradient blocks.0.layer in step 1 is nan"),
+        ({"norm": -1.0}, "the value of gradient blocks.0.layer in step 1 is damaged"),
+        ({"sum": math.nan}, "the value of gradient blocks.0.layer in step 1 is damaged"),
+    ],
+)
+def test_values_that_no_recording_has_are_refused(changed: dict[str, float], said: str, tmp_path: Path) -> None:
+    golden = golden_with(1, 1)
+    key = ProbeKey(0, "gradient", "blocks.0.layer")
+    golden.left_out, golden.probes[key] = set(), golden.probes[key]._replace(**changed)
+    golden.save(tmp_path / "g")
+    with pytest.raises(ValueError, match=said):
+        Golden.load(tmp_path / "g")
+
+
+def test_older_files_have_no_losses(tmp_path: Path) -> None:
+    golden_with(1, 1).save(tmp_path / "g")
+    with zipfile.ZipFile(tmp_path / "g") as archive:
+        header, values = json.loads(archive.read("header.json")), archive.read("values.bin")
+    del header["losses"]
+    (tmp_path / "g").write_bytes(zipped(header_json=json.dumps(header).encode(), values_bin=values))
+    assert Golden.load(tmp_path / "g").losses == []
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path: Path) -> None:

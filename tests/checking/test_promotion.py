@@ -60,6 +60,31 @@ def test_convolutions_of_another_dtype_than_their_input_are_float64(layer: type[
             assert module(x).dtype == torch.float64
 
 
+@pytest.mark.parametrize("limit", [1, 200, 10**9])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        torch.nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2),
+        torch.nn.Conv1d(4, 2, 3, bias=False),
+        torch.nn.ConvTranspose2d(4, 3, 2),
+    ],
+)
+def test_convolutions_of_parts_of_a_batch_are_those_of_the_batch(
+    layer: torch.nn.Module, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts fit into the cache, for which the kernel of float64 is several times faster."""
+    monkeypatch.setattr("castwise.checking._promotion._COLUMNS", limit)
+    layer = layer.double()
+    x = torch.rand(5, 4, *[7] * (layer.weight.dim() - 2), dtype=torch.float64, requires_grad=True)
+    inputs = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x).square().sum(), inputs)
+    with exact_arithmetic():
+        found = torch.autograd.grad(layer(x).square().sum(), inputs)
+        (of_layer,) = torch.autograd.grad(layer(x.detach()).square().sum(), [inputs[1]])
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(of_layer, expected[1], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("region", [torch.autocast, castwise.autocast])
 def test_a_region_does_not_round(region: Callable[..., torch.autocast]) -> None:
     with exact_arithmetic():

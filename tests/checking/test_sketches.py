@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from castwise.checking._sketches import KEPT, digest_of, relative_error, sketch_of
+from castwise.checking._sketches import KEPT, digest_of, relative_error, sketch_of, sketches_of
 
 
 @pytest.mark.parametrize("size", [1, 7, 128, 1000, 2**20 + 5, 2 * 2**20])
@@ -60,6 +60,21 @@ def test_any_tensor_has_a_sketch_and_a_digest() -> None:
     ]
     assert all(math.isfinite(sketch_of(tensor).norm) for tensor in tensors)
     assert len({digest_of([tensor]) for tensor in tensors}) == len(tensors)
+
+
+def test_tensors_that_are_sketched_together_have_their_own_sketches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [*range(1, 40), 0, 4096, 200, 5000, 1]
+    tensors = [torch.randn(size, generator=generator).to(torch.bfloat16 if size % 2 else None) for size in sizes]
+    tensors[3][1] = math.inf
+    found = dict(sketches_of((str(i), tensor) for i, tensor in enumerate(tensors)))
+    assert [*found] == list(map(str, range(len(sizes))))
+    for tensor, sketch in zip(tensors, found.values(), strict=True):
+        expected = sketch_of(tensor)
+        assert sketch.norm == pytest.approx(expected.norm, rel=1e-14)
+        assert (*sketch.buckets, sketch.sum) == pytest.approx(
+            (*expected.buckets, expected.sum), rel=1e-13, abs=1e-13, nan_ok=True
+        )
 
 
 def test_a_digest_differs_by_one_bit_of_one_element() -> None:

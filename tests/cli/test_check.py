@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, CompletedProcess
 
 import pytest
 from typer.testing import CliRunner
 
+from castwise import __main__ as program
 from castwise._cli import app, check_command, run_command
+from castwise._cli.script import Ending, Script
 
 SCRIPT = """
 import sys
@@ -52,7 +56,7 @@ def words(recorded: Path) -> tuple[str, ...]:
 
 
 def test_an_unchanged_script_exits_with_0(words: tuple[str, ...]) -> None:
-    assert castwise(*words) == (0, "identical: all gradients, weights and buffers have the same bits\n", "")
+    assert castwise(*words) == (0, "identical: all losses, gradients, weights and buffers have the same bits\n", "")
 
 
 def test_another_function_exits_with_1_and_is_named(words: tuple[str, ...]) -> None:
@@ -114,6 +118,20 @@ def test_a_wrong_command_line_exits_with_125_because_git_bisect_reads_2_as_bad(l
     assert castwise(*line.split()) == (125, "", f"castwise check: {said}\n")
 
 
+def test_strings_have_the_same_hashes_in_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an unchanged script whose data depend on the order of a set would be called different."""
+    started: list[tuple[list[str], str]] = []
+    monkeypatch.setattr(os, "execve", lambda file, words, env: started.append((words[1:], env["PYTHONHASHSEED"])))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "castwise", "check", "--help"])
+    monkeypatch.setattr(sys, "argv", ["castwise", "check", "--help"])
+    monkeypatch.setenv("PYTHONHASHSEED", "7")  # the user's own
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            program.main()
+        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert started == [(["-m", "castwise", "check", "--help"], "0")]
+
+
 def test_an_error_of_castwise_exits_with_125_and_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_command, "_run", lambda *_: 1 / 0)
     code, out, err = castwise("train.py")
@@ -133,15 +151,19 @@ def test_a_run_is_preceded_by_a_check_or_by_a_recording(
 ) -> None:
     started: list[list[str]] = []
 
-    def run(command: list[str], *, stdin: int, stdout: object) -> None:
-        assert stdin == run_command.subprocess.DEVNULL  # the run reads it
+    def run(command: list[str], *, stdin: int, stdout: int, text: bool) -> CompletedProcess[str]:
+        assert (stdin, stdout, text) == (DEVNULL, PIPE, True)  # the run reads standard input
         started.append(command)
+        return CompletedProcess(command, 1, "different function: loss, step 1\n  more\n")
 
     monkeypatch.setattr(run_command.subprocess, "run", run)
+    endings: list[Ending] = []
+    monkeypatch.setattr(Script, "run", lambda self, *options: endings.append(options[-1]))
     for name in ("golden.cwcheck", "new.cwcheck"):
         words = ["run", "--check", str(recorded / name), str(recorded / "train.py"), "1e-4"]
         assert CliRunner().invoke(app, words).exit_code == 0
-    run_command.chosen.clear()
+        run_command.chosen.pop()()
+    assert [ending.check for ending in endings] == ["different function: loss, step 1"] * 2
     first, second = started
     assert first[:4] == [sys.executable, "-m", "castwise", "check"]
     code, out, _ = castwise(*first[4:])

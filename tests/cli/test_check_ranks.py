@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, warm_python_in_module: No
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_are_checked_together(recorded: Path, kind: str) -> None:
     words = (str(recorded / "train.py"), "--against", str(recorded / kind), "--", kind)
-    assert castwise(*words)[:2] == (0, "identical: all gradients, weights and buffers have the same bits\n")
+    assert castwise(*words)[:2] == (0, "identical: all losses, gradients, weights and buffers have the same bits\n")
     code, out, _ = castwise(*words, "1e-4")
     assert (code, out.partition("\n")[0]) == (1, "different function: 1, forward, step 1")
 

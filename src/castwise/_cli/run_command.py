@@ -106,7 +106,7 @@ def run(
             "--check",
             metavar="FILE",
             help="Before the run, compare its first steps with a golden file, or record it if there is none, as "
-            "`castwise check` does. [default: neither]",
+            "`castwise check` does. The script runs whatever it says. [default: neither]",
         ),
     ] = None,
     fail_on: Annotated[
@@ -152,12 +152,13 @@ def run(
             check_policy(policy)
         if schedule is not None and schedule.isidentifier():
             check_schedule_name(schedule, schedule)
+        said = None
         if check is not None:
             if policy is not None or schedule is not None or weight_cache:
                 raise UserError("--check runs the script as it is; leave out --policy, --schedule and --weight-cache")
             if int(os.environ.get("WORLD_SIZE") or 1) > 1:
                 raise UserError("--check starts the ranks itself: castwise check record --ranks N SCRIPT")
-            _check_first_steps(program, check)
+            said = _check_first_steps(program, check)
         if policy is None and schedule is None and not as_json and program.cannot_import_torch():
             from castwise._cli.script_without_torch import run_without_torch
 
@@ -172,21 +173,23 @@ def run(
         raise typer.Exit(2) from None
     from castwise._cli.script import Ending, Script, Watching
 
-    ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json)
+    ending = Ending(tuple(level for level in LEVELS if level in (fail_on or ())), as_json, said)
     diagnoses = DIAGNOSES[on_nonfinite]
     watching = Watching(out, every, diagnoses, guard, exemptions, spikes, snapshots, capsules, shared_script)
     chosen.append(lambda: Script(program).run(watching, wanted, moved_by, weight_cache, ending))
 
 
-def _check_first_steps(program: Program, golden: Path) -> None:
+def _check_first_steps(program: Program, golden: Path) -> str | None:
     """Compare a script with a golden file, or record it; in another process, as this one is to run it unchanged.
 
-    Standard input is left to the run.
+    Standard input is left to the run. Returns the verdict, or that there is none; None if all is well.
     """
     script = [*(["--module"] if program.is_module else []), program.name]
     words = [*script, "--against", str(golden)] if os.path.exists(golden) else ["record", *script, "--out", str(golden)]
     command = [sys.executable, "-m", "castwise", "check", *words, "--", *program.arguments]
-    subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stdout)
+    return (done.stdout.splitlines() or ["no verdict"])[0] if done.returncode else None
 
 
 def _exemptions(options: Iterable[str]) -> dict[str, list[str]]:

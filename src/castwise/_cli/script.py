@@ -41,10 +41,12 @@ class Ending(NamedTuple):
     Args:
         fail_on: Exit with code 1 on one of these levels, unless the script itself failed.
         as_json: Print one line of JSON instead of text.
+        check: What `castwise check` said before the run, which goes on all the same; None if all was well.
     """
 
     fail_on: tuple[Level, ...] = ()
     as_json: bool = False
+    check: str | None = None
 
 
 class Watching(NamedTuple):
@@ -165,7 +167,8 @@ class Script:
         if seen is not None:
             lines = [] if account.failure else [_without_records(account.run, seen)]
         mistakes = [MistakeRecord.of(mistake) for mistake in WATCH.found]  # including those found only now
-        notes = [*account.notes, *settings.notes, *_edits(out, summary)]
+        checked = [] if ending.check is None else [f"castwise check, before the run: {ending.check}"]
+        notes = [*checked, *account.notes, *settings.notes, *_edits(out, summary)]
         self._print_summary(lines, replace(summary or Summary(), mistakes=mistakes, notes=notes), ending)
 
     def _print_summary(self, lines: list[str], summary: Summary, ending: Ending) -> None:

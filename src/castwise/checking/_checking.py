@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from castwise.checking._result import CheckResult
 ROUNDED_RUNS = 6
 """Runs with random rounding that a recording makes."""
 Progress = Callable[[str, int, int], None]
+_OF_SETS = "; if data depend on the order of a set of strings, set PYTHONHASHSEED=0 when recording and when checking"
 
 
 class NotReproducibleError(Exception):
@@ -73,7 +75,8 @@ def record(
         progress: Called before each run with what it is, the runs done, and all runs. By default, notebooks show a bar.
 
     Raises:
-        ValueError: `steps` or `ranks` is below 1, or the program takes fewer steps and no probe.
+        ValueError: `steps` or `ranks` is below 1, or the program takes fewer steps and no probe, or its loss or an
+            update has an inf or NaN.
         NotReproducibleError: Two runs of the program differ in float64.
         ProgramError: With `apart`, the program raised.
 
@@ -105,15 +108,16 @@ def _check_counts(steps: int, ranks: int) -> None:
 def _record(runs: _Runs, steps: int) -> Golden:
     plain = runs.run("plain")
     _check_steps(plain, steps)
-    exact, moved = runs.run("exact"), runs.run("exact-rounded", seed=1)
+    exact, moved = runs.run("exact-modules"), runs.run("exact-rounded", seed=1)
+    _check_finite(exact)
     local = runs.run("local")
-    if local.digests != plain.digests:
-        again = runs.run("exact")
+    if (local.digests, local.losses) != (plain.digests, plain.losses):
+        again = runs.run("exact-modules")
         worst = max(judging.errors(again.probes, exact.probes).values(), default=0.0)
         if worst > judging.SAME or exact.probes.keys() != again.probes.keys():
             raise NotReproducibleError(
                 f"two runs of the program differ in float64, by up to {worst:.1e}: build model, optimizer and data "
-                "from fixed seeds"
+                f"from fixed seeds{_OF_SETS if exact.about['string_hash'] != again.about['string_hash'] else ''}"
             )
     rounded = [runs.run("rounded", seed) for seed in range(1, ROUNDED_RUNS + 1)]
     return _golden_of(plain, exact, moved, local, rounded)
@@ -132,11 +136,22 @@ def _check_steps(plain: Measurement, steps: int) -> None:
         raise ValueError(f"the program took {plain.steps} optimizer steps of {steps}{skipped}: {advice}")
 
 
+def _check_finite(exact: Measurement) -> None:
+    """Refuse a program in which an inf or NaN spreads: all that follows would be equal."""
+    for key, sketch in exact.probes.items():
+        if key.kind in ("loss", "update") and not math.isfinite(sketch.norm):
+            what = "loss" if key.kind == "loss" else f"update of {key.name}"
+            raise ValueError(
+                f"the {what} in step {key.step + 1} has an inf or NaN, also in float64: `castwise run` tells where it "
+                "comes from; record fewer steps, or the mended program"
+            )
+
+
 def _golden_of(
     plain: Measurement, exact: Measurement, moved: Measurement, local: Measurement, rounded: list[Measurement]
 ) -> Golden:
     deciding = {key: sketch for key, sketch in exact.probes.items() if key.kind in DECIDING}
-    spreads = [judging.errors(run.probes, deciding) for run in rounded]
+    spreads = [judging.own_errors(run.probes, deciding) for run in rounded]
     dtypes = set().union(*(run.dtypes for run in rounded))
     golden = Golden(
         plain.steps,
@@ -144,15 +159,15 @@ def _golden_of(
         {**plain.about, "commit": _commit()},
         plain.settings,
         plain.digests,
+        plain.losses,
         exact.probes,
         exact.callers,
-        judging.errors(plain.probes, deciding),
+        judging.own_errors(plain.probes, deciding),
         skipped=plain.skipped,
     )
     golden.spreads = {key: max((run.get(key, 0.0) for run in spreads), default=0.0) for key in golden.errors}
-    golden.local = {
-        name: max(error, *(run.local.get(name, 0.0) for run in rounded)) for name, error in local.local.items()
-    }
+    largest = {name: max(error, *(run.local.get(name, 0.0) for run in rounded)) for name, error in local.local.items()}
+    golden.local = {name: error for name, error in largest.items() if math.isfinite(error)}
     golden.left_out = judging.noise_of(exact, moved)
     return golden
 
@@ -175,8 +190,9 @@ def check(
 ) -> CheckResult:
     """Compare a program with what was recorded of it.
 
-    The program runs once as it is. If its bits differ, it runs in float64, which tells whether it is the same function,
-    and once more with each module in float64, which tells whether it is as accurate.
+    The program runs once as it is. If its bits differ, it runs in float64, which tells whether it is the same function.
+    It then runs once more: if it is, with each module in float64, which tells whether it is as accurate; if not, in
+    float64 with a look at each module, which tells where the first difference is.
 
     Args:
         train: See `record`.
@@ -202,10 +218,11 @@ def _check(runs: _Runs, golden: Golden) -> CheckResult:
     if plain.steps < golden.steps:
         text = f"the program took {plain.steps} optimizer steps, and {golden.steps} were recorded"
         return CheckResult("cannot tell", f"cannot tell: {text}", notes=notes)
-    if plain.digests == golden.digests and not settings:
-        return CheckResult("identical", "identical: all gradients, weights and buffers have the same bits", notes=notes)
+    if plain.digests == golden.digests and golden.losses in ([], plain.losses) and not settings:
+        what = "losses, gradients, weights and buffers" if golden.losses else "gradients, weights and buffers"
+        return CheckResult("identical", f"identical: all {what} have the same bits", notes=notes)
     if golden.about.get("is_of_a_run"):
-        return _compared_with_a_run(runs, golden, notes + tuple(settings))
+        return _compared_with_a_run(runs, golden, (*notes, *settings))
     if plain.is_compiled:
         notes += ("compiled code ran as eager code in float64; its accuracy is that of the compiled code",)
     try:
@@ -259,7 +276,7 @@ def _judged(
     golden: Golden,
     plain: Measurement,
     exact: Measurement,
-    settings: list[str],
+    settings: dict[str, bool],
     notes: tuple[str, ...],
 ) -> CheckResult:
     names = judging.renamed(golden, exact.probes)
@@ -272,8 +289,13 @@ def _judged(
         "left_out": compared.left_out,
     }
     if compared.is_different:
-        return _different(runs, compared, exact, settings, notes, facts)
-    notes += tuple(f"setting without effect in these steps: {text}" for text in settings)
+        ordered = sorted(settings, key=settings.__getitem__, reverse=True)
+        return _different(runs, compared, exact, names, ordered, notes, facts)
+    deciding = [text for text, decides in settings.items() if decides]
+    notes += tuple(f"setting without effect in these steps: {text}" for text in settings if text not in deciding[:1])
+    if deciding:
+        text = f"different function: setting {deciding[0]}, without effect in these steps"
+        return CheckResult("different", text, "setting", notes=notes, **facts)
     if compared.largest > judging.SAME:
         text = f"cannot tell: the largest difference in float64 is {compared.largest:.1e}"
         return CheckResult("cannot tell", text, notes=notes, **facts)
@@ -283,25 +305,30 @@ def _judged(
         text = "cannot tell: the same function, but a gradient scaler skipped steps, so accuracy cannot be compared; "
         return CheckResult("cannot tell", text + "lower its initial scale", notes=notes, **facts)
     ways: list[Way] = ["local", "compiled"] if plain.is_compiled else ["local"]
-    return _accuracy(runs, golden, judging.errors(plain.probes, exact.probes), ways, names, notes, facts)
+    return _accuracy(runs, golden, judging.own_errors(plain.probes, exact.probes), ways, names, notes, facts)
 
 
 def _different(
     runs: _Runs,
     compared: judging.Comparison,
     exact: Measurement,
+    names: dict[str, str],
     settings: list[str],
     notes: tuple[str, ...],
     facts: dict[str, Any],
 ) -> CheckResult:
-    again = judging.errors(runs.run("exact").probes, exact.probes)
-    worst = max((error for key, error in again.items() if key not in compared.golden.left_out), default=0.0)
+    again = runs.run("exact-modules").probes
+    before, now = (judging.with_old_names(probes, names) for probes in (exact.probes, again))
+    repeated = judging.errors(now, before)
+    worst = max((error for key, error in repeated.items() if key not in compared.golden.left_out), default=0.0)
     if worst > judging.SAME:
         text = f"cannot tell: two runs of the program differ in float64, by up to {worst:.1e}; fix its seeds"
         return CheckResult("cannot tell", text, notes=notes, **facts)
+    if compared.golden.about.get("string_hash") != exact.about["string_hash"]:
+        notes += (f"strings have other hashes than in the recording{_OF_SETS}",)
     if compared.missing:
         notes += (f"recorded values that are missing: {len(compared.missing)}",)
-    place, step = compared.place()
+    place, step = judging.Comparison(compared.golden, {**now, **before}).place()
     last = compared.golden.steps
     when = f"after step {last}" if step > last > 0 else f"step {step}"
     if place == "optimizer" and settings:

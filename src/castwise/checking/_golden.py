@@ -7,14 +7,15 @@ import json
 import math
 import os
 import struct
+import sys
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from castwise import _files
-from castwise.checking._recorder import DECIDING, ProbeKey
+from castwise.checking._recorder import DECIDING, Kind, ProbeKey
 from castwise.checking._sketches import KEPT, Sketch
 
 FORMAT = 1
@@ -24,6 +25,14 @@ MOST_PROBES = 3000
 """Probes from which on a file has fewer of modules."""
 _HEADER, _VALUES = "header.json", "values.bin"
 _BYTES = 6  # of the eight of a float64, which leaves 36 bits of the fraction: 7e-12
+_PARTS: dict[str, type] = {
+    **dict.fromkeys(("format", "steps", "skipped"), int),
+    **dict.fromkeys(("about", "local"), dict),
+    **dict.fromkeys(("settings", "digests", "names", "probes", "left_out"), list),
+    "dtype": str,
+}
+_DTYPES = ("float32", "bfloat16", "float16", "unknown")
+_KINDS = get_args(Kind)
 _LARGEST = 64 * 2**20  # of either part, unpacked: a file of another program must not fill the memory
 
 
@@ -38,6 +47,7 @@ class Golden:
             repeat nothing: then there are no errors, and sketches are those of the program's own dtypes.
         settings: Settings of the optimizers at each step.
         digests: Hashes of gradients, weights and buffers after each step, as computed in the program's dtypes.
+        losses: Hashes of the losses before each step; none if a Monitor has recorded them.
         probes: Sketches of the run in float64, in the order of computing.
         callers: For inputs of a module, the module whose code called it; None if the program did.
         errors: For values that decide, the error of the program in its own dtypes, relative to float64.
@@ -52,6 +62,7 @@ class Golden:
     about: dict[str, Any]
     settings: list[list[dict[str, Any]]] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
     probes: dict[ProbeKey, Sketch] = field(default_factory=dict)
     callers: dict[ProbeKey, str | None] = field(default_factory=dict)
     errors: dict[ProbeKey, float] = field(default_factory=dict)
@@ -94,6 +105,7 @@ class Golden:
             "about": self.about,
             "settings": self.settings,
             "digests": self.digests,
+            "losses": self.losses,
             "skipped": self.skipped,
             "names": names,
             "probes": rows,
@@ -128,45 +140,121 @@ class Golden:
             with zipfile.ZipFile(path) as archive:
                 header = json.loads(_read(archive, _HEADER))
                 values = _read(archive, _VALUES)
-            version = int(header["format"])
+            _check_parts(header)
+            version = header["format"]
             golden = cls._of(header, values) if version <= FORMAT else None
         except OSError:
             raise
         except Exception as error:  # any that the parsers of an untrusted file may raise
-            raise ValueError(f"{path} is not a golden file of `castwise check record`: {error}") from None
+            raise ValueError(
+                f"{path} is not a golden file of `castwise check record`: {error}; give another file, or record again"
+            ) from None
         if golden is None:
             raise ValueError(f"{path} has format {version}, which needs a newer version of castwise")
         return golden
 
     @classmethod
     def _of(cls, header: dict[str, Any], values: bytes) -> Golden:
-        names = header["names"]
-        golden = cls(int(header["steps"]), str(header["dtype"]), dict(header["about"]))
+        _check_header(header)
+        golden = cls(header["steps"], header["dtype"], dict(header["about"]))
         golden.settings, golden.digests = [_settings(step) for step in header["settings"]], list(header["digests"])
-        if golden.steps < 0 or int(golden.about.get("ranks", 1)) < 1:
-            raise ValueError(f"{golden.steps} steps on {golden.about['ranks']} ranks")
-        golden.skipped = int(header["skipped"])
-        golden.local = {str(name): float(error) for name, error in header["local"].items()}
-        keys, at = [], 0
-        for step, kind, name, call, index, *caller in header["probes"]:
-            key = ProbeKey(int(step), str(kind), str(names[name]), int(call), int(index))
-            keys.append(key)
-            if kind == "in":
-                golden.callers[key] = None if caller[0] < 0 else str(names[caller[0]])
-            count = (KEPT if kind in DECIDING else KEPT_OF_MODULES) + 2
+        golden.losses, golden.skipped = list(header.get("losses", [])), header["skipped"]
+        golden.local = {str(name): _positive(f"the error of {name}", error) for name, error in header["local"].items()}
+        keys = golden._read_keys(header["names"], header["probes"])
+        golden.left_out = {keys[_index(i, keys)] for i in header["left_out"]}
+        at = 0
+        for key in keys:
+            count = (KEPT if key.kind in DECIDING else KEPT_OF_MODULES) + 2
             *buckets, norm, total = (_unpacked(values[at + i * _BYTES :][:_BYTES]) for i in range(count))
             golden.probes[key], at = Sketch(tuple(buckets), norm, total), at + count * _BYTES
+        golden._check_values()
         for key in keys:
             if key.kind in DECIDING:
                 error, spread = struct.unpack_from("<ff", values, at)
                 at += 8
-                if not math.isnan(error):
-                    golden.errors[key], golden.spreads[key] = error, spread
-        golden.left_out = {keys[i] for i in header["left_out"]}
+                if not (math.isnan(error) and math.isnan(spread)):
+                    golden.errors[key] = _positive(f"the error of {key.kind} {key.name}", error, math.inf)
+                    golden.spreads[key] = _positive(f"the spread of {key.kind} {key.name}", spread, math.inf)
+        if at != len(values):
+            raise ValueError(f"its values have {len(values)} bytes, and its probes need {at}")
         return golden
+
+    def _read_keys(self, names: list[str], rows: list[list[Any]]) -> list[ProbeKey]:
+        keys = []
+        for step, kind, name, call, position, *caller in rows:
+            if kind not in _KINDS:
+                raise ValueError(f"a probe is of kind {kind!r}; known are {', '.join(_KINDS)}")
+            numbers = [_count("a probe's number", number) for number in (step, call, position)]
+            key = ProbeKey(numbers[0], kind, str(names[_index(name, names)]), *numbers[1:])
+            keys.append(key)
+            if kind == "in":
+                self.callers[key] = None if caller[0] == -1 else str(names[_index(caller[0], names)])
+        if len(set(keys)) < len(keys):
+            raise ValueError("it has a probe twice")
+        return keys
+
+    def _check_values(self) -> None:
+        """Raise a ValueError if a recording cannot have such a value."""
+        for key, sketch in self.probes.items():
+            is_finite = math.isfinite(sketch.norm)
+            may_be_infinite = self.about.get("is_of_a_run") or key in self.left_out or key.kind not in DECIDING
+            if sketch.norm < 0 or (is_finite and not all(map(math.isfinite, (*sketch.buckets, sketch.sum)))):
+                raise ValueError(f"the value of {key.kind} {key.name} in step {key.step + 1} is damaged")
+            if not is_finite and not may_be_infinite:
+                raise ValueError(f"the value of {key.kind} {key.name} in step {key.step + 1} is {sketch.norm}")
+
+
+def _check_parts(header: object) -> None:
+    """Raise a ValueError if a part of a header is missing, or of another type."""
+    if not isinstance(header, dict):
+        raise ValueError(f"its header must be an object, got a {type(header).__name__}")
+    if missing := [name for name in _PARTS if name not in header]:
+        raise ValueError(f"its header has no {', '.join(missing)}")
+    for name, kind in _PARTS.items():
+        if not isinstance(header[name], kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {header[name]!r:.80}")
+
+
+def _check_header(header: dict[str, Any]) -> None:
+    """Raise a ValueError if the parts of a header cannot be those of one recording."""
+    steps = _count("steps", header["steps"])
+    _count("skipped", header["skipped"])
+    _count("ranks", header["about"].get("ranks", 1), 1)
+    if header["dtype"] not in _DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {header['dtype']!r}")
+    for key, least in (("settings", steps), ("digests", max(steps, 1)), ("losses", steps)):
+        found = header.get(key)
+        if found is not None and (key != "losses" or found) and len(found) < least:
+            raise ValueError(f"it has {key} of {len(found)} steps, and must have them of {least}")
+    if not all(header["settings"]):
+        raise ValueError("a step has no settings of an optimizer")
+    if not all(isinstance(text, str) and text for key in ("digests", "losses") for text in header.get(key, ())):
+        raise ValueError("digests and losses must be hashes")
+
+
+def _count(name: str, value: object, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value
+
+
+def _index(value: object, items: list[Any]) -> int:
+    position = _count("a position", value)
+    if position >= len(items):
+        raise ValueError(f"a position must be less than {len(items)}, got {position}")
+    return position
+
+
+def _positive(name: str, value: object, most: float = sys.float_info.max) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ValueError(f"{name} must be a number >= 0, got {value!r}")
+    return float(value)
 
 
 def _settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for group in groups:
+        if not isinstance(group, dict) or not {"optimizer", "group", "values", "params"} <= group.keys():
+            raise ValueError(f"settings must have optimizer, group, values and params, got {group!r:.80}")
     return [
         {
             "optimizer": str(group["optimizer"]),

@@ -27,6 +27,7 @@ benchmarks/changes reached 0.7 times."""
 _LARGE = 2.0**-17  # an error beyond those of float32, whose unit is 2**-24; that of float16 is 2**-11
 USABLE = 0.3
 """Recorded error above which the accuracy of a value is not compared."""
+_NOT_SET = "not set"
 _FLOOR = 2.0**-27  # a float32 unit over 8: an error below it is as good as none
 
 
@@ -49,9 +50,19 @@ def errors(probes: Mapping[ProbeKey, Sketch], reference: Mapping[ProbeKey, Sketc
     }
 
 
+def own_errors(run: Mapping[ProbeKey, Sketch], exact: Mapping[ProbeKey, Sketch]) -> dict[ProbeKey, float]:
+    """Return errors of a program against the same program in float64.
+
+    Its parameters are matched by position: in float64, models are named in the order of their calls, not of the steps.
+    """
+    old, new = ([key.name for key in probes if key.kind == "param"] for probes in (exact, run))
+    return errors(with_old_names(run, dict(zip(new, old, strict=False))), exact)
+
+
 def noise_of(exact: Measurement, moved: Measurement) -> set[ProbeKey]:
     """Return what one rounding in float64 changes so much that it cannot be compared."""
-    noisy = {key for key, error in errors(moved.probes, exact.probes).items() if not error <= NOISE}
+    found = errors(moved.probes, exact.probes)
+    noisy = {key for key, error in found.items() if not (error <= NOISE and math.isfinite(exact.probes[key].norm))}
     norms = largest_norms(exact.probes)
     # Adam divides a gradient by its own size, so the update of one that is only rounding is of full size.
     for key, sketch in exact.probes.items():
@@ -161,27 +172,43 @@ def _value(key: ProbeKey) -> str:
     return key.name if key.kind == "loss" else f"{key.kind} {key.name}"
 
 
-def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> list[str]:
-    """Return what differs in the settings of the optimizers, each once, exactly."""
-    found: dict[str, None] = {}
+def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> dict[str, bool]:
+    """Return what differs in the settings of the optimizers, each once, exactly; and whether it decides.
+
+    A setting decides if both optimizers are of one class and have it, with values that differ by more than a rounding
+    to float32. Other classes and groups may compute the same, and a setting may be new in a version of torch.
+    """
+    found: dict[str, bool] = {}
+    seen: set[tuple[str, bool]] = set()
     for step, (before, after) in enumerate(zip(golden.settings, now, strict=False), 1):
         if len(before) != len(after):
-            found.setdefault(f"{len(before)} parameter groups are now {len(after)}")
+            found[f"{len(before)} parameter groups are now {len(after)}"] = False
             continue
         for old, new in zip(before, after, strict=True):
             is_another = old["optimizer"] != new["optimizer"]
             if is_another:
-                found.setdefault(f"optimizer {old['optimizer']} is now {new['optimizer']}")
+                found[f"optimizer {old['optimizer']} is now {new['optimizer']}"] = False
             if old["params"] != new["params"]:
-                found.setdefault(f"other parameters in group {old['group']} of {old['optimizer']}")
+                found[f"other parameters in group {old['group']} of {old['optimizer']}"] = False
             names = [*old["values"], *(name for name in new["values"] if name not in old["values"])]
             if is_another:  # most of whose settings have no counterpart
                 names = [name for name in old["values"] if name in new["values"]]
             for name in names:
-                pair = [values["values"].get(name, "not set") for values in (old, new)]
-                if pair[0] != pair[1] and not any(text.startswith(f"{name} ") for text in found):
-                    found.setdefault(f"{name} {pair[0]} is now {pair[1]} ({old['optimizer']}, step {step})")
-    return list(found)
+                pair = [values["values"].get(name, _NOT_SET) for values in (old, new)]
+                decides = not is_another and _NOT_SET not in pair and not _is_rounded(*pair)
+                if pair[0] != pair[1] and (name, decides) not in seen:
+                    seen.add((name, decides))
+                    found[f"{name} {pair[0]} is now {pair[1]} ({old['optimizer']}, step {step})"] = decides
+    return found
+
+
+def _is_rounded(old: Any, new: Any) -> bool:
+    """Return True if a number is the other one rounded, as a rate is that has become a float32 tensor."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return all(map(_is_rounded, old, new))
+    if isinstance(old, float) and isinstance(new, float):
+        return math.isclose(old, new, rel_tol=2.0**-23)
+    return bool(old == new)
 
 
 def accuracy(golden: Golden, own: Mapping[ProbeKey, float]) -> Accuracy | None:

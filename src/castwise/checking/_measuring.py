@@ -27,9 +27,9 @@ from castwise.checking._recorder import Measurement, Recorder, without_compiler
 from castwise.checking._rounding import RandomRounding
 
 Train = Callable[..., Any]
-Way = Literal["plain", "local", "compiled", "rounded", "exact", "exact-rounded", "ops"]
+Way = Literal["plain", "local", "compiled", "rounded", "exact", "exact-modules", "exact-rounded", "ops"]
 """How a program runs: as it is; with each module again in float64; so, but with compiled code as it is; with random
-rounding; in float64; in float64 with random rounding; with a log of its ops."""
+rounding; in float64; so, with sketches of modules; so, with random rounding; with a log of its ops."""
 
 RERUNS = 2
 """Runs with random rounding in which modules run again in float64, too."""
@@ -86,7 +86,8 @@ def measure(train: Train, plan: Plan) -> Measurement:
     recorder = Recorder(
         plan.steps,
         ends_late=takes_probe,
-        watches_modules=is_exact,
+        names_modules=is_exact,
+        watches_modules=plan.way in ("exact-modules", "exact-rounded"),
         reruns=plan.way in ("local", "compiled") or (plan.way == "rounded" and plan.seed <= RERUNS),
         compiles=plan.way == "compiled",
         hashes=plan.way in ("plain", "local"),
@@ -125,6 +126,7 @@ def about_process() -> dict[str, Any]:
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name() if on_cuda else platform.machine(),
         "threads": torch.get_num_threads(),
+        "string_hash": hash("castwise") & 0xFFFFFFFF,  # by which orders of sets differ: see PYTHONHASHSEED
     }
 
 
@@ -176,7 +178,8 @@ def measure_apart(train: Train, plan: Plan) -> Measurement:
             ranks[ours] = _Rank(number, process, output)
         results = _received(ranks)
     first = results[0]
-    first.digests = of_all_ranks([each.digests for each in results])
+    first.digests = of_all_ranks([result.digests for result in results])
+    first.losses = of_all_ranks([result.losses for result in results])
     return first
 
 

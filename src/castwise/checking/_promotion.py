@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,7 +13,7 @@ from torch.nn import functional
 
 from castwise._layered_functions import LayeredFunction
 from castwise._torch_private import TorchDispatchMode, schema_of, tree_map
-from castwise.tracing._op_by_op import call_op
+from castwise.tracing._op_by_op import FUSED, call_op
 
 WIDE = {
     dtype: torch.float64
@@ -30,6 +32,7 @@ WIDE = {
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
+_COLUMNS = 600_000  # numbers of float64 that a core's cache holds
 _ATTENTION = "scaled_dot_product"
 _LOAD = LayeredFunction("load", torch, torch.serialization)
 # Replaced rather than caught by a TorchFunctionMode, which would cost a call of Python for each function of torch.
@@ -45,6 +48,7 @@ class _Facts(NamedTuple):
         written: Positions of arguments that it writes to.
         written_names: Their names.
         draws: Whether it draws random numbers.
+        is_simple: Whether it is none of this, and needs nothing special: most are.
     """
 
     name: str
@@ -52,6 +56,7 @@ class _Facts(NamedTuple):
     written: frozenset[int]
     written_names: frozenset[str]
     draws: bool
+    is_simple: bool
 
 
 class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -64,7 +69,6 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._facts: dict[Any, _Facts] = {}
         self._is_loading = False
 
     def load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +85,9 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Run one op."""
         if self._is_loading:
             return func(*args, **(kwargs or {}))
-        facts = self._facts.get(func) or self._learn(func)
+        facts = _facts_of(func)
+        if facts.is_simple and not kwargs:
+            return func(*[_widen_any(x) for x in args])
         args, kwargs = tuple(map(_widen_dtype, args)), {name: _widen_dtype(x) for name, x in (kwargs or {}).items()}
         if facts.draws:
             return _draw(func, facts, args, kwargs)
@@ -96,21 +102,26 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             kwargs = {name: x if name in facts.written_names else _widen_all(x) for name, x in kwargs.items()}
         return call_op(func, args, kwargs)
 
-    def _learn(self, func: Any) -> _Facts:
-        schema = schema_of(func)
-        arguments = [] if schema is None else schema.arguments
-        written = {(i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write}
-        name = str(func)
-        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _ATTENTION not in name
-        facts = _Facts(
-            name,
-            bool(getattr(func, "is_view", False)),
-            frozenset(i for i, _ in written),
-            frozenset(each for _, each in written),
-            draws,
-        )
-        self._facts[func] = facts
-        return facts
+
+@functools.cache
+def _facts_of(func: Any) -> _Facts:
+    schema = schema_of(func)
+    arguments = [] if schema is None else schema.arguments
+    written = {(i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write}
+    name = str(func)
+    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _ATTENTION not in name
+    is_view = bool(getattr(func, "is_view", False))
+    is_special = (
+        name in _SPECIAL or name in _HALF_TO_FLOAT or name in FUSED or name.partition("_")[2].startswith("fused_")
+    )
+    return _Facts(
+        name,
+        is_view,
+        frozenset(i for i, _ in written),
+        frozenset(name for _, name in written),
+        draws,
+        not (is_view or written or draws or is_special),
+    )
 
 
 def widen(value: Any) -> Any:
@@ -120,7 +131,7 @@ def widen(value: Any) -> Any:
 
 def _widen_all(value: Any) -> Any:
     """Widen an argument of an op: a tensor, a list of them, or anything else."""
-    return tree_map(widen, value) if isinstance(value, (list, tuple)) else widen(value)
+    return list(map(widen, value)) if isinstance(value, (list, tuple)) else widen(value)
 
 
 def narrow(value: Any) -> Any:
@@ -129,6 +140,15 @@ def narrow(value: Any) -> Any:
 
 
 def _widen_dtype(value: Any) -> Any:
+    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _widen_any(value: Any) -> Any:
+    """Widen an argument of an op, be it a tensor, a list of them, or a dtype."""
+    if isinstance(value, torch.Tensor):
+        return value.to(WIDE[value.dtype]) if value.dtype in WIDE else value
+    if isinstance(value, (list, tuple)):
+        return list(map(widen, value))
     return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
@@ -181,17 +201,49 @@ def _update_scale(
     return scale.copy_(narrow_scale)
 
 
+def _samples(image: torch.Tensor, weight: torch.Tensor, stride: list[int]) -> int:
+    """Return how many samples of a batch to convolve at once.
+
+    In float64, torch's only kernel on a CPU copies all that each output reads before it multiplies. It is several times
+    slower if these copies of a batch do not fit into the cache.
+    """
+    columns = math.prod(image.shape[1:]) * math.prod(weight.shape[2:]) // math.prod(stride)
+    return max(1, _COLUMNS // max(columns, 1)) if image.device.type == "cpu" else max(1, image.shape[0])
+
+
+def _convolution(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+    """Convolve some samples after the others."""
+    image, weight, bias = map(widen, (image, weight, bias))
+    parts = torch.split(image, _samples(image, weight, rest[0]))
+    results = [torch.ops.aten.convolution(part, weight, bias, *rest) for part in parts]
+    return results[0] if len(results) == 1 else torch.cat(results)
+
+
+def _convolution_backward(grad: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
+    """Return the gradients of a convolution's input, weight and bias, of some samples after the others."""
+    grad, image, weight = map(widen, (grad, image, weight))
+    count = _samples(image, weight, rest[1])
+    pairs = zip(torch.split(grad, count), torch.split(image, count), strict=True)
+    results = [torch.ops.aten.convolution_backward(*pair, weight, *rest) for pair in pairs]
+    if len(results) == 1:
+        return results[0]
+    of_images, *of_params = zip(*results, strict=True)
+    of_image = None if of_images[0] is None else torch.cat(of_images)
+    return of_image, *(None if parts[0] is None else functools.reduce(torch.add, parts) for parts in of_params)
+
+
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "aten._amp_foreach_non_finite_check_and_unscale_.default": _unscale,
     "aten._amp_update_scale_.default": _update_scale,
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
     "aten.lift_fresh.default": widen,  # torch.tensor(...), which torch counts as a view
 }
 
 
 def _widen_first(convolution: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a convolution, which refuses a bias of another dtype than the input before `Promotion` is asked."""
-    args, kwargs = tree_map(widen, (args, kwargs))
-    return convolution(*args, **kwargs)
+    return convolution(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
 
 
 @contextmanager

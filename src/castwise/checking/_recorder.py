@@ -7,7 +7,8 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -36,7 +37,7 @@ from castwise.amp import GradScaler, autocast
 from castwise.checking._names import Names, unwrapped
 from castwise.checking._ops import OpCall
 from castwise.checking._promotion import exact_arithmetic, widen
-from castwise.checking._sketches import Sketch, digest_of, sketch_of
+from castwise.checking._sketches import Sketch, digest_of, sketch_of, sketches_of
 
 Kind = Literal["param", "in", "forward", "backward", "arrived", "loss", "gradient", "update", "buffer", "value"]
 DECIDING = ("param", "loss", "gradient", "update", "buffer", "value")
@@ -71,6 +72,7 @@ class Measurement:
         probes: The sketches, in the order in which the program computed the values.
         callers: For inputs of a module, the module whose code called it; None if the program did.
         digests: Hashes of gradients, weights and buffers after each step.
+        losses: Hashes of the losses, without the scale of a gradient scaler, before each step.
         settings: Settings of each optimizer at each step.
         local: Relative errors of modules against float64 on their own inputs.
         dtypes: Names of the floating-point dtypes that ops returned; only of runs with random rounding.
@@ -84,6 +86,7 @@ class Measurement:
     probes: dict[ProbeKey, Sketch] = field(default_factory=dict)
     callers: dict[ProbeKey, str | None] = field(default_factory=dict)
     digests: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
     settings: list[list[dict[str, Any]]] = field(default_factory=list)
     local: dict[str, float] = field(default_factory=dict)
     dtypes: list[str] = field(default_factory=list)
@@ -104,10 +107,12 @@ class Recorder:
     Args:
         steps: The number of steps of each optimizer.
         ends_late: Whether the program runs on after its last step, until its next backward.
+        names_modules: Whether to name models in the order in which they are called, and not only those that an
+            optimizer has, in the order of the steps.
         watches_modules: Whether to sketch inputs, outputs and gradients of modules.
         reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
         compiles: Whether compiled code runs as it is: of it, only what was compiled can be watched.
-        hashes: Whether to hash gradients, weights and buffers after each step.
+        hashes: Whether to hash losses, gradients, weights and buffers after each step.
         after_step: Called with the weights after each step.
     """
 
@@ -116,6 +121,7 @@ class Recorder:
         steps: int,
         *,
         ends_late: bool = False,
+        names_modules: bool = False,
         watches_modules: bool = False,
         reruns: bool = False,
         compiles: bool = False,
@@ -125,6 +131,7 @@ class Recorder:
         self.measurement = Measurement()
         self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
         self._watches_modules, self._reruns = watches_modules, reruns
+        self._names_modules = names_modules or watches_modules or reruns
         self._compiles, self._hashes = compiles, hashes
         self.names = Names()
         self._places: dict[ProbeKey, float] = {}
@@ -133,9 +140,11 @@ class Recorder:
         self._stack: list[tuple[str, int, int, Any]] = []
         self._counts: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []
+        self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # while the program is watched
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._nested = 0
         self._loss_call: int | None = None  # of the losses since an optimizer has stepped
+        self._losses: list[torch.Tensor] = []  # the same, of which the bits are hashed
         self._scale = 1.0
         self._values: list[torch.Tensor] = []
         self._sketches: Any = WeakTensorKeyDictionary()  # of tensors of modules, with the tensors' versions
@@ -167,8 +176,9 @@ class Recorder:
                 optimizer_hooks.register_optimizer_step_pre_hook(self.stepping),
                 optimizer_hooks.register_optimizer_step_post_hook(self.stepped),
             ]
-            if self._watches_modules or self._reruns:
+            if self._names_modules:
                 handles.append(module_hooks.register_module_forward_pre_hook(self._calling))
+            if self._watches_modules or self._reruns:
                 handles.append(
                     module_hooks.register_module_forward_hook(self._called, with_kwargs=True, always_call=True)
                 )
@@ -176,6 +186,7 @@ class Recorder:
                 undo.callback(handle.remove)
             undo.callback(self._unwatch_gradients)
             undo.enter_context(_replaced(torch.autograd, "backward", self._backward))
+            undo.enter_context(_replaced(Optimizer, "__init__", self._making))
             if self._compiles:
                 undo.enter_context(_replaced(nn.Module, "compile", self._compiling))
             for scaler in (torch.amp.GradScaler, GradScaler):
@@ -192,6 +203,10 @@ class Recorder:
             losses = [tensor for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor)]
             self._add_loss(losses)
         return original(tensors, *args, **kwargs)
+
+    def _making(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._made.add(optimizer)
 
     def _scaling(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(scaler, *args, **kwargs)
@@ -219,7 +234,9 @@ class Recorder:
     def _calling(self, module: nn.Module, args: Any) -> None:
         if not self._sees(module):
             return
-        name = self._name(module)
+        name = self._name(module)  # all runs in float64 name models in the order of their calls
+        if not (self._watches_modules or self._reruns):
+            return
         call, place = self._next_call("forward", name), next(self._place)
         caller = self._stack[-1][0] if self._stack else None
         state = torch.get_rng_state() if self._wants_rerun(module, call) else None
@@ -303,22 +320,25 @@ class Recorder:
         if id(optimizer) not in self._counts:
             self._counts[id(optimizer)] = 0
             self._optimizers = self._optimizers or self._of_this_program()
-            for param in params:
-                self._store(ProbeKey(0, "param", self.names.param(param)), param, -1.0)
+            self._store_all(0, "param", ((self.names.param(param), param) for param in params), place=-1.0)
         self._note_settings(optimizer)
-        scale = getattr(optimizer, "grad_scale", None)
+        step, given = self._counts[id(optimizer)], getattr(optimizer, "grad_scale", None)
         with torch.no_grad(), without_dispatch_modes():
-            for param in params:
-                if param.grad is not None:
-                    name = self.names.param(param)
-                    key = ProbeKey(self._counts[id(optimizer)], "gradient", name)
-                    self._store(key, param.grad, scale=1.0 if scale is None else float(scale))
+            scale = 1.0 if given is None else float(given)
+            grads = ((self.names.param(param), param.grad) for param in params if param.grad is not None)
+            unscaled = ((name, grad if scale == 1.0 else grad.double() / scale) for name, grad in grads)
+            self._store_all(step, "gradient", unscaled)
             self._before = {param: param.detach().clone() for param in params}
 
     def _of_this_program(self) -> list[Optimizer]:
-        """Return the optimizers of the models that have been named; other programs of this process may have more."""
+        """Return the optimizers that the program has made, and others of models that have been named.
+
+        Other programs of this process may have more.
+        """
         return [
-            found for found in instances_of(Optimizer) if any(self.names.knows(param) for param in _params_of(found))
+            found
+            for found in instances_of(Optimizer)
+            if found in self._made or any(self.names.knows(param) for param in _params_of(found))
         ]
 
     def _note_settings(self, optimizer: Optimizer) -> None:
@@ -342,16 +362,15 @@ class Recorder:
         with torch.no_grad(), without_dispatch_modes():
             if self._after_step is not None:
                 self._after_step(params)
-            for param in params:
-                name = self.names.param(param)
-                update = widen(param.detach()) - widen(self._before.pop(param))
-                self._store(ProbeKey(self._counts[id(optimizer)], "update", name), update)
-            buffers = list(self.names.buffers())
-            for name, buffer in buffers:
-                self._store(ProbeKey(self._counts[id(optimizer)], "buffer", name), buffer)
+            step, buffers = self._counts[id(optimizer)], list(self.names.buffers())
+            pairs = ((self.names.param(param), param.detach(), self._before.pop(param)) for param in params)
+            self._store_all(step, "update", ((name, widen(after) - widen(before)) for name, after, before in pairs))
+            self._store_all(step, "buffer", buffers)
             if self._hashes:
                 self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
+                self.measurement.losses.append(digest_of(self._losses))
         self._values.clear()
+        self._losses.clear()
         self._loss_call = None
         self._counts[id(optimizer)] += 1
         if self._counts[id(optimizer)] > self.measurement.steps:
@@ -394,7 +413,9 @@ class Recorder:
         with torch.no_grad(), without_dispatch_modes():
             for index, loss in enumerate(losses):
                 key = ProbeKey(self._step, "loss", "loss", self._loss_call, index)
-                sketch = sketch_of(loss.double() / self._scale)
+                unscaled = loss.detach().double() / self._scale
+                self._losses.append(unscaled)
+                sketch = sketch_of(unscaled)
                 before = self.measurement.probes.get(key)
                 if before is not None:
                     buckets = tuple(a + b for a, b in zip(before.buckets, sketch.buckets, strict=True))
@@ -408,6 +429,16 @@ class Recorder:
         call = self._next_call(kind, name)
         for index, tensor in enumerate(tensors):
             self._store(ProbeKey(self._step, kind, name, call, index), tensor)
+
+    def _store_all(
+        self, step: int, kind: Kind, named: Iterable[tuple[str, torch.Tensor]], place: float | None = None
+    ) -> None:
+        """Store values at the end of a step; they may be computed one by one, while they are stored."""
+        with torch.no_grad(), without_dispatch_modes():
+            for name, sketch in sketches_of(named):
+                key = ProbeKey(step, kind, name)
+                self.measurement.probes[key] = sketch
+                self._places[key] = next(self._place) if place is None else place
 
     def _store(self, key: ProbeKey, tensor: torch.Tensor, place: float | None = None, scale: float = 1.0) -> bool:
         if key.step >= self._steps and key.kind != "value":
@@ -462,13 +493,21 @@ def _has_sharded_parts(module: nn.Module) -> bool:
 
 
 def _error(output: Any, exact: Any) -> float:
-    """Return the relative error of a module's outputs, all together."""
+    """Return the relative error of a module's outputs, all together; inf if one overflows that is finite in float64."""
     pairs = zip(tree_leaves(output), tree_leaves(exact), strict=True)
     difference = size = 0.0
     for value, reference in pairs:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            difference += float((value.detach().double() - reference.double()).square().sum())
-            size += float(reference.double().square().sum())
+            value, reference = value.detach().double(), reference.double()
+            squares = float(reference.square().sum())
+            if not math.isfinite(squares):  # such as a mask of -inf, of which the finite part has an error
+                is_finite = reference.isfinite()
+                value, reference = value[is_finite], reference[is_finite]
+                squares = float(reference.square().sum())
+            difference += float((value - reference).square().sum())
+            size += squares
+    if math.isnan(difference):
+        return math.inf
     return math.sqrt(difference / size) if size > 0 else 0.0
 
 

@@ -59,6 +59,7 @@ class RunRecording:
         self._recorder.finish()
         measured = self._recorder.measurement
         about = {**about_process(), "ranks": 1, "commit": None, "is_of_a_run": True}
-        golden = Golden(measured.steps, "unknown", about, measured.settings, measured.digests, measured.probes)
+        golden = Golden(measured.steps, "unknown", about, measured.settings, measured.digests)
+        golden.probes = measured.probes
         golden.save(self._path)
         del self._recorder

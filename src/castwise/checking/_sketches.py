@@ -6,7 +6,7 @@ import ctypes
 import functools
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ BUCKETS = 128
 KEPT = 8
 """Signed sums that are kept."""
 _CHUNK = 2**16  # with their signs, these fit into the cache of a CPU
+_SMALL, _TOGETHER = 2**12, 32  # elements of tensors that are sketched together, and how many of these
 
 
 class Sketch(NamedTuple):
@@ -64,6 +65,44 @@ def sketch_of(tensor: torch.Tensor) -> Sketch:
         return Sketch((0.0,) * KEPT, 0.0, 0.0)
     *sums, square, of_all = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)).tolist()
     return Sketch(tuple(sums), math.sqrt(square) if square >= 0 else math.nan, of_all)
+
+
+def sketches_of(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Sketch]]:
+    """Yield names and sketches of tensors. Those of small ones are computed together, with few calls of torch."""
+    small: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in named:
+        flat = _flat(tensor)
+        is_small = 0 < flat.numel() <= _SMALL
+        if small and (not is_small or flat.device != small[0][1].device or len(small) == _TOGETHER):
+            yield from _together(small)
+            small.clear()
+        if is_small:
+            small.append((name, flat.to(_signs(flat.device).dtype)))
+        else:
+            yield name, sketch_of(tensor)
+    if small:
+        yield from _together(small)
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(device: torch.device, sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tensor, the kept sum and the sign of each element of tensors one after another."""
+    counts = torch.tensor(sizes, device=device)
+    owners = torch.arange(len(sizes), device=device).repeat_interleave(counts)
+    places = torch.cat([torch.arange(size, device=device) for size in sizes])
+    buckets = owners * KEPT + places % BUCKETS // (BUCKETS // KEPT)
+    return owners, buckets, _signs(device)[places]
+
+
+def _together(named: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Sketch]]:
+    tensors, count = [tensor for _, tensor in named], len(named)
+    owners, buckets, signs = _layout(tensors[0].device, tuple(tensor.numel() for tensor in tensors))
+    values = torch.cat(tensors)
+    sums = values.new_zeros(count * KEPT).index_add_(0, buckets, values * signs)
+    totals = [values.new_zeros(count).index_add_(0, owners, part) for part in (values * values, values)]
+    rows = torch.cat([sums.view(count, KEPT), torch.stack(totals, 1)], 1).tolist()
+    for (name, _), (*kept, square, total) in zip(named, rows, strict=True):
+        yield name, Sketch(tuple(kept), math.sqrt(square) if square >= 0 else math.nan, total)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:

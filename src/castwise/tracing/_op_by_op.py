@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,18 +13,23 @@ from castwise.policy._casting import in_native_state, native_state_of
 
 # The ops that `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` call in inference. Their kernels call other ops,
 # which autocast must cast for. Inside a mode autocast is off, because it has run already for separate ops.
-_FUSED = {"aten._transformer_encoder_layer_fwd.default", "aten._native_multi_head_attention.default"}
+FUSED = {"aten._transformer_encoder_layer_fwd.default", "aten._native_multi_head_attention.default"}
 
 
 def call_op(func: Any, args: Any, kwargs: Any) -> Any:
     """Call an op that was dispatched to a mode."""
-    if str(func) not in _FUSED:
+    if not _is_fused(func):
         return func(*args, **kwargs)
     device_type = args[0].device.type
     with torch.overrides.enable_reentrant_dispatch():
         state = native_state_of(device_type)
     with in_native_state(device_type, *state):
         return func(*args, **kwargs)
+
+
+@functools.cache  # the text of an op takes longer than to call a small one
+def _is_fused(func: Any) -> bool:
+    return str(func) in FUSED
 
 
 def without_compiler() -> AbstractContextManager[Any]:
