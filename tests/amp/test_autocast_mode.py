@@ -395,15 +395,15 @@ def test_availability_is_what_torch_says(device: str) -> None:
 
 
 def test_an_unknown_backend_has_to_say_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("castwise.amp._devices.custom_backend", lambda: "cpu")
-    monkeypatch.setattr(torch, "cpu", object())
-    with pytest.raises(RuntimeError, match="backend 'cpu' does not list the dtypes that it can autocast to: register"):
-        autocast("cpu")
+    monkeypatch.setattr("castwise.amp._devices.custom_backend", lambda: "xpu")
+    monkeypatch.setattr(torch, "xpu", object())
+    with pytest.raises(RuntimeError, match="backend 'xpu' does not list the dtypes that it can autocast to: register"):
+        autocast("xpu")
     backend = type("backend", (), {"get_amp_supported_dtype": staticmethod(lambda: [FP16])})
-    monkeypatch.setattr(torch, "cpu", backend)
-    assert autocast("cpu", dtype=FP16)._enabled
+    monkeypatch.setattr(torch, "xpu", backend)
+    assert autocast("xpu", dtype=FP16)._enabled
     with pytest.warns(UserWarning, match="supports torch.float16, got torch.bfloat16"):
-        assert not autocast("cpu", dtype=BF16)._enabled
+        assert not autocast("xpu", dtype=BF16)._enabled
 
 
 # -- TorchScript ------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def can_autocast_to(device_type: str, dtype: torch.dtype) -> bool:
             ours = RuntimeError("this CUDA device does not support torch.bfloat16: use dtype=torch.float16")
             raise torch_words.error(ours, lambda: torch_words.region(device_type, dtype))
         return True
-    custom = device_type == custom_backend()
+    custom = device_type != "cpu" and device_type == custom_backend()  # which takes as long as entering the region
     supported = _dtypes_of_backend(device_type) if custom else _LOW_PRECISION
     if dtype not in supported:
         names = ", ".join(map(str, supported))
