@@ -278,7 +278,7 @@ class RuledForward:
                 if rule.precision == "float32" and self.has_low_weights:
                     changes.enter(_Fp32Weights())
                 if rule.precision is not None:
-                    _set_native(outer, state)
+                    _set_native(outer, state, changes.native)
                 is_entered = True
                 return forward(*args, **kwargs)
             finally:
@@ -317,7 +317,7 @@ class RuledForward:
             if widening is not None:
                 widening.__enter__()  # type: ignore[no-untyped-call]  # torch's
             if rule.precision is not None:
-                _set_native(outer, state)
+                _set_native(outer, state, native)
             if cuda is not None:
                 set_native_state("cuda", True, cuda[1], torch.is_autocast_cache_enabled())
             return forward(*args, **kwargs)
@@ -361,7 +361,7 @@ class RuledForward:
         try:
             try:
                 changes.hide(op_rules.innermost_mode(outer.bound))
-                _set_native(outer, outer._replace(enabled=False))
+                _set_native(outer, outer._replace(enabled=False), changes.native)
                 is_entered = True
                 return rule.quantized(input, weight, bias, state, weights, tell)
             finally:
@@ -380,7 +380,7 @@ class _ThreadChanges:
 
     @only_inlined
     def __init__(self, device: str) -> None:
-        self._state, self._device, self._native = THREAD.state, device, native_state_of(device)
+        self._state, self._device, self.native = THREAD.state, device, native_state_of(device)
         self._entered: list[TorchFunctionMode] = []
         self._hidden: TorchFunctionMode | None = None
 
@@ -407,7 +407,7 @@ class _ThreadChanges:
             sets_native: Whether torch's own switches are among the changes.
         """
         if sets_native:
-            restore_native_state(self._device, *self._native)
+            restore_native_state(self._device, *self.native)
         for mode in reversed(self._entered):
             if is_complete or mode in function_modes():
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
@@ -417,9 +417,9 @@ class _ThreadChanges:
 
 
 @only_inlined
-def _set_native(outer: State, state: State) -> None:
-    """Set torch's switches to a rule's state."""
-    _, dtype, cache = native_state_of(outer.device)
+def _set_native(outer: State, state: State, native: tuple[bool, torch.dtype, bool]) -> None:
+    """Set torch's switches, which are as `native` says, to a rule's state."""
+    _, dtype, cache = native
     if state.enabled:
         # Torch caches one cast per weight, whatever its dtype, so cache only casts to the region's dtype.
         dtype, cache = state.dtype, outer.cache and state.dtype is outer.bound.dtype
