@@ -193,7 +193,8 @@ def test_lightning_clips_as_with_fp32_weights(by_value: bool, plugin: str, tmp_p
 
 @pytest.mark.parametrize("guarded", [False, True])
 @pytest.mark.parametrize("by_value", [False, True])
-def test_fabric_clips_as_with_fp32_weights(by_value: bool, guarded: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_fabric_clips_as_with_fp32_weights(fused: bool, by_value: bool, guarded: bool) -> None:
     lightning: Any = pytest.importorskip("lightning")
     from castwise.integrations.lightning import FabricMixedPrecision
 
@@ -202,7 +203,8 @@ def test_fabric_clips_as_with_fp32_weights(by_value: bool, guarded: bool) -> Non
         plugin = FabricMixedPrecision("bf16-mixed", "cpu", guard)
         fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
         module = net()
-        inner: Any = MasterWeights(adamw(module.parameters()), module) if with_master else adamw(module.parameters())
+        inner: Any = optim.AdamW(module.parameters(), lr=1e-2, fused=fused)
+        inner = MasterWeights(inner, module) if with_master else inner
         model, optimizer = fabric.setup(module, inner)
         numbers = []
         for batch in batches(STEPS):

@@ -537,6 +537,28 @@ def test_compensated_sums_have_the_bits_of_fp32_sums(set_to_none: bool, micro_ba
     assert is_same is (micro_batches == 1)
 
 
+@pytest.mark.parametrize("frozen", [range(2), range(1, 4)], ids=["until a step", "from a step on"])
+def test_a_layer_that_is_frozen_for_some_steps_ends_as_with_fp32_weights(frozen: range) -> None:
+    def train(make: Callable[[Net], Any]) -> Any:
+        model = net()
+        model.conv.requires_grad_(0 not in frozen)
+        optimizer = make(model)
+        for step in range(6):
+            model.conv.requires_grad_(step not in frozen)
+            for batch in batches(2, 2 * step):
+                with castwise.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(batch).float().square().mean() / 2
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict() if isinstance(optimizer, optim.AdamW) else optimizer.fp32_state_dict(model)
+
+    expected = train(lambda model: ADAMW(model.parameters()))
+    assert same_bits(
+        train(lambda model: MasterWeights(ADAMW(model.parameters()), model, accumulate="compensated")), expected
+    )
+
+
 def test_a_scaler_clips_compensated_sums_by_the_norm_of_fp32_sums() -> None:
     def train(model: Net, optimizer: Any) -> list[float]:
         scaler, norms = GradScaler("cpu", init_scale=2.0**10), []

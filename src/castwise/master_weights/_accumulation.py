@@ -50,7 +50,7 @@ class Accumulation:
     def watch(self, weight: Weight) -> None:
         """Keep what is lost when a backward adds to a parameter's gradient."""
         param, itself = weight.param, ref(self)
-        if not (param.requires_grad and param.is_leaf):
+        if not param.is_leaf:
             return
         of_param = ref(param)
 
@@ -59,7 +59,10 @@ class Accumulation:
             return None if accumulation is None or param is None else accumulation._add(param, grad)
 
         hooked: Any = param
+        is_trained = param.requires_grad
+        param.requires_grad_(True)  # else torch refuses the hook of a parameter that is to be trained later
         hooked.register_hook(never_traced(add))
+        param.requires_grad_(is_trained)
 
     def _add(self, param: torch.Tensor, new: torch.Tensor) -> torch.Tensor | None:
         """Add to a gradient, before autograd does; return a zero for autograd to add, or None to let it add."""

@@ -104,7 +104,12 @@ def norm_and_factor(
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm.item()}, so they were not clipped")
-    return norm, (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_, for the same bits
+    return norm, clipping_factor(norm, max_norm)
+
+
+def clipping_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return what `torch.nn.utils.clip_grad_norm_` multiplies gradients of a norm by, with the same bits."""
+    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
 
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:

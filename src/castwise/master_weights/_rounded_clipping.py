@@ -48,7 +48,7 @@ class RoundedClipping:
     def _look(self) -> None:
         """Sample the gradient after the next backwards, until the next step."""
         param, itself = self._param(), ref(self)
-        if self._handle is not None or param is None:
+        if self._handle is not None or param is None or not param.requires_grad:  # it may be frozen by now
             return
 
         def sample(param: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from castwise.amp._gradients import params_of
 from castwise.amp.autocast_mode import autocast
 from castwise.amp.grad_scaler import GradScaler
 from castwise.integrations._lightning.scaling import Precision, Scaling
-from castwise.master_weights._clipping import grads_of
+from castwise.master_weights._clipping import clipping_factor, grads_of
 from castwise.master_weights._master_weights import MasterWeights
 from castwise.master_weights._parameter_clipping import on_mesh_of
 
@@ -99,7 +100,9 @@ class FabricPrecision(Scaling):
         if self.scaler is None:
             norm = optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         else:
-            norm = self.scaler.clip_grad_norm_(optimizer, max_norm, norm_type, error_if_nonfinite)
+            # Fabric unscales before it clips. One factor for both would be rounded otherwise in a fused step.
+            norm = self.scaler.clip_grad_norm_(optimizer, math.inf, norm_type, error_if_nonfinite)
+            optimizer._clip_once_unscaled(factor=clipping_factor(norm, max_norm))
         return on_mesh_of(norm, grads_of(params_of(optimizer)))
 
     def _clip_value(
