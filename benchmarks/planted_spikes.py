@@ -5,7 +5,8 @@
 A byte-level GPT and a CNN are trained in bf16 autocast, with AdamW and SGD, with and without clipping, accumulation and
 warm-up. Each fault is planted in a run of its own, which is the same as its healthy twin until then, 220 steps. Sigmas
 are those of the twin: how far the fault raises the loss over the run's own noise. Writes
-benchmarks/results/planted_spikes-cpu.json and the table in benchmarks/README.md.
+benchmarks/results/planted_spikes-cpu.json and the table in benchmarks/README.md. A healthy run is one that does not
+diverge: the learning rates are such that no configuration does without a fault.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Run:
         self.planted = random.Random(f"{config} {fault}")
         self.model = GPT() if config.model == "GPT" else cnn()
         kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[config.optimizer]
-        self.rate = 2e-3 if config.optimizer == "AdamW" else 0.05
+        self.rate = 2e-3 if config.optimizer == "AdamW" else 0.05 if config.model == "GPT" else 0.02
         more = {} if config.optimizer == "AdamW" else {"momentum": 0.9}
         self.optimizer = kind(self.model.parameters(), lr=self.rate, **more)
         self.losses: list[float] = []
@@ -122,10 +123,10 @@ class Run:
 
     def batch(self) -> Batch:
         """Draw a micro-batch."""
-        rows = 16 // self.config.micro_batches
+        rows = (16 if self.config.model == "GPT" else 64) // self.config.micro_batches
         if self.config.model == "CNN":
             y = torch.randint(10, (rows,), generator=self.draw)
-            return IMAGES[y] + 1.5 * torch.randn(rows, 1, 8, 8, generator=self.draw), y
+            return IMAGES[y] + 2.5 * torch.randn(rows, 1, 8, 8, generator=self.draw), y
         begins = torch.randint(len(TEXT) - LENGTH - 1, (rows,), generator=self.draw).tolist()
         x, y = (torch.stack([TEXT[i + by : i + by + LENGTH] for i in begins]) for by in (0, 1))
         return x, y.flatten()
@@ -183,7 +184,10 @@ class Run:
         return self.planted.choice([pair for pair in self.model.named_parameters() if pair[1].dim() >= 2])
 
     def plant(self) -> None:
-        """Write weights."""
+        """Write weights, or the optimizer's state."""
+        if self.fault == "state 1000":
+            for state in self.optimizer.state.values():
+                state["exp_avg" if self.config.optimizer == "AdamW" else "momentum_buffer"].mul_(1000.0)
         if not self.fault.startswith(("weights", "bit")):
             return
         self.parameter, param = self.matrix()
@@ -197,11 +201,12 @@ class Run:
 
 FAULTS = {
     **dict.fromkeys(("batch labels", "batch constant", "batch padding", "batch target"), "batch"),
-    "data": "unknown",
+    "data": "data",
     **dict.fromkeys(("rate 10", "rate 100"), "learning rate"),
     **dict.fromkeys(("weights 3", "weights 30"), "written weights"),
     **dict.fromkeys(("bit 30", "bit 23"), "flipped bit"),
     "gradient element": "gradient element",
+    "state 1000": "weights",
 }
 """The faults, with the cause that is to be named."""
 

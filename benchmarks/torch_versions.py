@@ -117,6 +117,7 @@ NAMES = {
     "torch.autograd.graph.Node._sequence_nr": "detection of recomputed forwards",
     "grad_fn:_saved_": "ops of the loss in a diagnosis",
     "grad_fn:_sym_sizes": "ops of the loss in a diagnosis",
+    "grad_fn:_input_metadata": "repeating losses of spikes",
     "torch.distributed.fsdp.fully_shard.state": "FSDP2's precision in reports",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_mp_policy": "FSDP2's precision in reports",
     "torch.distributed.fsdp._common_utils:_fsdp_flattened": "detection of FSDP1's parameters",

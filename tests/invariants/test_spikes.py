@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,8 @@ from torch import nn
 
 import castwise
 from castwise._invariants.invariant import Exemptions
-from castwise._invariants.loss_spikes import LossSpikes, Spike
+from castwise._invariants.loss_spikes import LossSpikes
+from castwise._invariants.spike import Spike
 from castwise.monitor import expected_writes
 
 FAULT = 60  # the step
@@ -27,10 +29,15 @@ class Training:
         fault: str = "",
         steps: int = 66,
         between: Callable[[nn.Module, int], object] | None = None,
+        *,
+        has_norm: bool = False,
         **options: Any,
     ):
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 32))
+        self.model = nn.Sequential(
+            *(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 32), nn.Dropout(0.01)),
+            *[nn.BatchNorm1d(32)] * has_norm,
+        )
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.labels = torch.randint(32, (32,))
         self.records: list[dict[str, Any]] = []
@@ -55,9 +62,8 @@ class Training:
             y = torch.randint(32, (16,)) if fault == "batch" else y
             self.plant(fault)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = 0.2 + nn.functional.cross_entropy(self.model(x) * 0.5, y) * (
-                40.0 if fault == "batch" and step == FAULT else 1.0
-            )
+            factor = {("batch", step == FAULT): 40.0, ("data", step >= FAULT): 4.0}.get((fault, True), 1.0)
+            loss = 0.2 + nn.functional.cross_entropy(self.model(x) * 0.5, y) * factor
         loss.backward()
         if step == FAULT and fault == "gradient element":
             self.model[2].weight.grad.view(-1)[5] = 1e6
@@ -71,6 +77,9 @@ class Training:
             self.model[4].weight.data.mul_(100.0)
         elif fault == "flipped bit":
             self.model[2].weight.data.view(-1).view(torch.int32)[77] ^= 1 << 30
+        elif fault == "weights":
+            for state in self.optimizer.state.values():
+                state["momentum_buffer"].mul_(1000.0)
         elif fault == "learning rate":
             self.optimizer.param_groups[0]["lr"] = 500.0
 
@@ -79,12 +88,21 @@ class Training:
         return [record for record in records if (record["name"], record["severity"]) == (name, severity)]
 
 
+def fail(*_: object) -> None:
+    raise RuntimeError("no")
+
+
 CAUSES = {
     "written weights": "4.weight was written outside the optimizer between steps 59 and 60 in 1,024 of 1,024 ",
     "flipped bit": "Bit 30 of element 77 of 2.weight was flipped between steps 59 and 60",
     "learning rate": "The learning rate rose from 0.05 to 500 at step 60.",
-    "gradient element": "At step 60, one element had 1 of the norm of 2.weight's gradient.",
-    "batch": "The loss was back one step later",
+    "gradient element": (
+        "At step 60, one element had 1 of the norm of 2.weight's gradient. A second backward differs in that element "
+        "alone."
+    ),
+    "batch": "The loss was back one step later. Replayed: the batch at the weights of step 33: loss ",
+    "data": "Replayed: the batch at the weights of step 33: loss ",
+    "weights": "Replayed: the batch at the weights of step 33: loss ",
 }
 
 
@@ -93,6 +111,66 @@ def test_the_cause_of_a_spike_is_named(cause: str) -> None:
     (spike,) = Training(cause).broken("loss-spike")
     assert f"Cause: {cause}. {CAUSES[cause]}" in spike["text"]
     assert spike["step"] <= FAULT + 4
+    if "Replayed: " in CAUSES[cause]:
+        check_replay(spike, cause)
+
+
+def check_replay(spike: dict[str, Any], cause: str) -> None:
+    """Check the losses that a replay has given, and that they are printed with the remedy."""
+    numbers = r"step 33: loss (\S+), usual (\S+); the next batch: (\S+); earlier batches now: (\S+)\."
+    found = re.search(numbers, spike["text"])
+    assert found is not None
+    loss, usual, following, now = map(float, found.groups())
+    assert (loss > 1.2 * usual) is (cause != "weights")
+    assert (following > 1.2 * usual) is (cause == "data")
+    assert (now > 1.2 * usual) or cause != "weights"
+    tried = {
+        "batch": f"Tried: the loss of the next one is {found[3]} at the weights of step 33.",
+        "data": "Tried: the loss is as high at the weights of step 33.",
+        "weights": f"Tried: the loss is {found[1]} at the weights of step 33.",
+    }
+    assert spike["remedy"].endswith(tried[cause])
+
+
+def replayed_not(**options: Any) -> str:
+    """Return why the spike of a batch was not replayed, after the batch was named for what is known without."""
+    (spike,) = Training("batch", **options).broken("loss-spike")
+    assert "Cause: batch. The loss was back one step later." in spike["text"]
+    return str(spike["text"]).partition("Not replayed: ")[2]
+
+
+def test_where_a_loss_is_not_replayed_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = "castwise.monitor._loss_replays"
+    with monkeypatch.context() as patched:
+        patched.setattr("castwise.diagnosis._trials.has_several_ranks", lambda: True)
+        patched.setattr(f"{replays}.LossReplays.__init__", fail)  # no replay is even prepared
+        assert replayed_not() == "a forward may exchange tensors with other ranks."
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{replays}._SAME", -1.0)
+        assert re.fullmatch(r"the loss of step 33 was \S+, and repeated \S+\.", replayed_not())
+    with monkeypatch.context() as patched:
+        patched.setattr(f"{replays}._outputs_again", fail)
+        assert replayed_not() == "it raised RuntimeError."
+    with monkeypatch.context() as patched:
+        patched.setattr("castwise.diagnosis._trials.SECONDS", -1.0)
+        assert replayed_not() == "time ran out."
+
+
+def test_a_large_element_that_the_backward_gives_again_is_no_fault() -> None:
+    torch.manual_seed(0)
+    weight, x = nn.Linear(20, 20, bias=False), torch.full((4, 20), 1e-3)
+    x[:, 3] = 1.0
+    optimizer = torch.optim.SGD(weight.parameters(), lr=1e-3)
+    records: list[dict[str, Any]] = []
+    with warnings.catch_warnings(), castwise.Monitor(weight, optimizer, sinks=[records.append], spikes=True):
+        warnings.simplefilter("ignore")
+        for step in range(1, 61):
+            loss = 100.0 + weight(x)[:, 5].sum()
+            (100.0 * loss if step == 60 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (spike,) = [record for record in records if record["kind"] == "invariant" and record["severity"] == "warning"]
+    assert "gradient element" not in spike["text"]
 
 
 @pytest.mark.parametrize("spikes", [True, False])
@@ -166,17 +244,21 @@ def test_weights_that_are_replaced_or_converted_are_no_writes() -> None:
 
 
 def test_looking_for_spikes_changes_no_bit() -> None:
-    def trained(spikes: bool) -> list[torch.Tensor]:
-        training = Training(steps=20, spikes=spikes)
-        return [*training.model.parameters(), torch.rand(3)]
+    def trained(fault: str, **options: Any) -> list[torch.Tensor]:
+        training = Training(fault, steps=63, has_norm=True, **options)
+        assert len(training.broken("loss-spike")) == (options == {} and fault == "batch")
+        assert all("Replayed: " in spike["text"] for spike in training.broken("loss-spike"))
+        kept = [value for state in training.optimizer.state.values() for value in state.values()]
+        return [*training.model.state_dict().values(), *kept, torch.rand(3), torch.tensor(random.random())]
 
-    assert all(map(torch.equal, trained(True), trained(False)))
+    for fault in ("batch", "gradient element"):  # which repeat a loss and a backward
+        random.seed(0)
+        watched = trained(fault)
+        random.seed(0)
+        assert all(map(torch.equal, watched, trained(fault, spikes=False)))
 
 
 def test_a_check_of_losses_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no")
-
     monkeypatch.setattr("castwise._invariants.written_weights.WrittenWeights.after_step", fail)
     monkeypatch.setattr("castwise._invariants.loss_spikes.LossSpikes.step_known", fail)
     assert len([record for record in Training(steps=5).records if record["kind"] == "step"]) == 5

@@ -83,7 +83,8 @@ def run(
         ),
     ] = None,
     spikes: Annotated[
-        bool, typer.Option("--spikes", help="Keep a copy of the weights, which tells what made the loss rise suddenly.")
+        bool,
+        typer.Option("--spikes", help="Keep weights and a few batches, which tell what made the loss rise."),
     ] = False,
     snapshots: Annotated[
         bool,

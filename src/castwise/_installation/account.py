@@ -370,6 +370,7 @@ class _LocalMonitor(Monitor):
         """
         self._checks_steps, self._skips_faults = scaler is None and (most > 0 or skips or self._spikes), skips
         self._most_diagnoses, self._faults = most, Counter[Cause | None]()
+        self._diagnoses = most > 0
         self._origins_said = set[tuple[str, str, str]]()
         if not most or not can_be_replayed(self._model):  # one that stops on one rank would block the others
             if recording is not None:
@@ -379,10 +380,16 @@ class _LocalMonitor(Monitor):
         self._recording.follow(lambda: self._source.iteration)
         self._weights = EarlierWeights() if snapshots else None
 
-    def _record_step(self, facts: StepFacts, iteration: MonitoredIteration | None, diagnosis: Diagnosis | None) -> None:
+    def _record_step(
+        self,
+        facts: StepFacts,
+        iteration: MonitoredIteration | None,
+        diagnosis: Diagnosis | None,
+        batches: MicroBatches | None,
+    ) -> None:
         with self._guard:  # the step is recorded anyway
             self._say_origin(facts, diagnosis)
-        Monitor._record_step(self, facts, iteration, diagnosis)
+        Monitor._record_step(self, facts, iteration, diagnosis, batches)
 
     def _say_origin(self, facts: StepFacts, diagnosis: Diagnosis | None) -> None:
         """Say where an inf or NaN begins, once for each place, while the run goes on; a scale too high is none."""
@@ -398,8 +405,13 @@ class _LocalMonitor(Monitor):
             self._origins_said.add(origin)
             self.say(f"step {facts.number:,}: {text}")
 
+    def _recording_for_spikes(self) -> Recording:
+        recording = Recording(self._model, most_bytes=MOST_BYTES)
+        recording.follow(lambda: self._source.iteration)
+        return recording
+
     def _is_wanted(self, cause: Cause) -> bool:
-        if self._recording is None:
+        if not self._diagnoses:
             return False
         self._faults[cause] += 1
         return self._faults[cause] <= self._most_diagnoses

@@ -18,6 +18,7 @@ from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
 from castwise._invariants.resumed import LOADED_STATES
 from castwise._invariants.saved_dtypes import SavedDtypes
+from castwise._invariants.spike import Replays
 from castwise._invariants.train_mode import TrainMode
 from castwise._invariants.trained_weights import TrainedWeights
 from castwise._invariants.written_weights import WrittenWeights, report_of
@@ -47,6 +48,8 @@ class Checks:
         report: Called with what is broken, as soon as it is known.
         number: Returns the number of the next step in the record.
         spikes: Whether to keep what tells more of the causes of spikes: a copy of the weights, and gradients' elements.
+        replays: Repeats losses of spikes; None where nothing is replayed.
+        why_not: Why nothing is, in words that follow "not replayed"; empty if no reason is given.
     """
 
     def __init__(
@@ -59,13 +62,16 @@ class Checks:
         number: Callable[[], int],
         *,
         spikes: bool = False,
+        replays: Replays | None = None,
+        why_not: str = "",
     ) -> None:
         self._optimizers, self._exemptions, self._report = optimizers, exemptions, report
         self._weights = TrainedWeights(model, parameters, optimizers)
         self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
         self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
         self._written = WrittenWeights(parameters, exemptions, number, copies=spikes)
-        self._losses = LossSpikes(exemptions, self._written.sees_all, looks_at_gradients=spikes)
+        sees_all = self._written.sees_all
+        self._losses = LossSpikes(exemptions, sees_all, looks_at_gradients=spikes, replays=replays, why_not=why_not)
         self._number, self._copies = number, spikes
         self._ids = lambda: {id(param): name for name, param in parameters().items()}
         self._steps: dict[torch.optim.Optimizer, int] = {}
@@ -76,13 +82,13 @@ class Checks:
             for what in _CHECKS
         ]
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check what must hold before an optimizer's step."""
+    def before_step(self, optimizer: torch.optim.Optimizer, batches: object = None) -> None:
+        """Check what must hold before an optimizer's step, of which the micro-batches may be kept."""
         if _is_inside_a_step(optimizer):
             return
         step = self._steps.get(optimizer, 0) + 1
         of_weights, of_state, of_mode, of_files, of_ranks, *_ = self._guards
-        self._look_for_spikes(optimizer)
+        self._look_for_spikes(optimizer, batches)
         of_state.call(self._tell, LOADED_STATES.stepping, optimizer, self._number())
         of_weights.call(self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
@@ -111,20 +117,28 @@ class Checks:
         if optimizer is self._optimizers[0]:
             self._guards[4].call(self._tell, self._ranks.after_step, step)
 
-    def step_known(self, optimizer: torch.optim.Optimizer, step: int, loss: float | None, norm: float | None) -> None:
-        """Look at the loss and the gradient norm of a step, which may be known later."""
+    def step_known(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        loss: float | None,
+        norm: float | None,
+        batches: object = None,
+    ) -> None:
+        """Look at the loss and the gradient norm of a step, which may be known later; its batches may be kept."""
         spikes = self._losses.step_known
-        self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(optimizer, step, loss, norm)))
+        given = optimizer, step, loss, norm, batches
+        self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(*given)))
         self._guards[6].call(self._tell, self._losses.of_norm, optimizer, step, norm)
 
-    def _look_for_spikes(self, optimizer: torch.optim.Optimizer) -> None:
+    def _look_for_spikes(self, optimizer: torch.optim.Optimizer, batches: object) -> None:
         """Look for what may be the cause of a spike, before a step."""
         *_, of_writes, of_losses = self._guards
         written = of_writes.call(self._written.before_step, optimizer)
         if written:
             self._losses.note_written(written)
             of_writes.call(self._tell, report_of, written, copies=self._copies)
-        of_losses.call(self._tell, self._losses.before_step, optimizer, self._number(), self._ids)
+        of_losses.call(self._tell, self._losses.before_step, optimizer, self._number(), self._ids, batches)
 
     def forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at a forward of the model that begins."""

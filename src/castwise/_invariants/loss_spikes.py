@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import torch
 
 from castwise._invariants.invariant import Exemptions, Violation
+from castwise._invariants.spike import IS_BACK, PendingSpike, Replays, Spike
 from castwise._invariants.written_weights import Written
 from castwise.amp._gradients import params_of
 
@@ -19,10 +20,10 @@ WINDOW, WARM, QUIET = 64, 40, 24
 """Steps that a loss is compared with, steps before the first verdict, and steps after a spike before the next."""
 LOSS_SIGMAS, NORM_SIGMAS = 6.0, 10.0
 _FLOORS = 0.02, 0.1  # of a sigma: of log loss, of log gradient norm
-_IS_BACK = 2.5  # sigmas, one step after a bad batch
 _LOOK_BACK = 16  # steps before a spike in which its cause is looked for
 _RATES, _JUMP = 32, 1.5
 _SHARE = 0.9
+_SAME = 0.01  # of the largest element of a gradient that is computed again
 _FEWEST = 100  # elements of a gradient of which one may have the whole norm
 _CPU = torch.device("cpu")
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
@@ -41,47 +42,6 @@ def _sigmas(value: float, usual: Sequence[float], floor: float, limit: float) ->
     return sigmas_above(value, usual, floor)
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A loss that has left its usual range.
-
-    Args:
-        step: The number of the step.
-        loss: Its loss.
-        usual: The median of the losses before.
-        sigmas: How far it is above, in robust standard deviations of the logarithm.
-        cause: "written weights", "flipped bit", "learning rate", "gradient element", "batch" or "unknown".
-        evidence: A sentence about the cause.
-        parameters: The parameters concerned.
-    """
-
-    step: int
-    loss: float
-    usual: float
-    sigmas: float
-    cause: str
-    evidence: str
-    parameters: tuple[str, ...] = ()
-
-    def report(self) -> Violation:
-        """Return what is reported."""
-        text = (
-            f"the loss rose to {self.loss:.4g} at step {self.step:,}, {self.sigmas:.0f} sigmas above the "
-            f"{self.usual:.4g} of the steps before. Cause: {self.cause}. {self.evidence}"
-        )
-        return Violation("loss-spike", text, _LOOK[self.cause], parameters=self.parameters)
-
-
-_LOOK = {
-    "written weights": "Look for the code that writes it.",
-    "flipped bit": "Go back to the checkpoint before; if it comes back, test the memory of this machine.",
-    "learning rate": "Look at the schedule and at what sets the rate.",
-    "gradient element": "Look at the backward of that parameter, and at the memory of this machine.",
-    "batch": "Look at that batch.",
-    "unknown": "Look at what the report has around that step.",
-}
-
-
 @dataclass
 class _Losses:
     """The losses of an optimizer's steps.
@@ -91,7 +51,7 @@ class _Losses:
         norms: The same of gradient norms.
         quiet, quiet_norm: Steps until another spike is one of its own, and another large norm.
         flagged: Steps in a row that were spikes.
-        pending: A spike of the step before of which the cause is not yet known, and the window of that time.
+        pending: A spike of the step before of which the cause is not yet known.
     """
 
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -99,7 +59,7 @@ class _Losses:
     quiet: int = 0
     quiet_norm: int = 0
     flagged: int = 0
-    pending: Spike | None = None
+    pending: PendingSpike | None = None
 
 
 class LossSpikes:
@@ -109,6 +69,8 @@ class LossSpikes:
         exemptions: What is not reported.
         sees_writes: Returns whether all weights of an optimizer are compared before each step.
         looks_at_gradients: Whether to look for gradients of which one element has the whole norm. On a CPU.
+        replays: Repeats losses and gradients; None where nothing is replayed.
+        why_not: Why nothing is.
     """
 
     def __init__(
@@ -117,11 +79,15 @@ class LossSpikes:
         sees_writes: Callable[[torch.optim.Optimizer], bool],
         *,
         looks_at_gradients: bool,
+        replays: Replays | None = None,
+        why_not: str = "",
     ) -> None:
+        self._replays, self._why_not = replays, why_not
         self._is_exempt = exemptions.has("loss-spike")
         self._sees_writes, self._looks_at_gradients = sees_writes, looks_at_gradients
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
         self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
+        self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
         self._events: deque[tuple[int, str, str, tuple[str, ...]]] = deque(maxlen=WINDOW)
 
     def note_written(self, written: Sequence[Written]) -> None:
@@ -130,16 +96,19 @@ class LossSpikes:
             cause = "written weights" if each.flipped is None else "flipped bit"
             self._events.append((each.step, cause, f"{str(each)[0].upper()}{str(each)[1:]}.", (each.name,)))
 
-    def before_step(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> Iterator[Violation]:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, step: int, names: Any, batches: object
+    ) -> Iterator[Violation]:
         """Look at the learning rate and the gradients of a step.
 
         Args:
             optimizer: The optimizer.
             step: The number of the step.
             names: Returns the names of parameters by their ids.
+            batches: The micro-batches of the step, if they are kept.
         """
         if self._looks_at_gradients:
-            self._note_elements(optimizer, step, names)
+            self._note_elements(optimizer, step, names, batches)
         rate = rate_of(optimizer)
         rates = self._rates.setdefault(optimizer, deque(maxlen=_RATES))
         if rate is not None and len(rates) == _RATES and rate > _JUMP * max(rates):
@@ -151,7 +120,12 @@ class LossSpikes:
             rates.append(rate)
 
     def step_known(
-        self, optimizer: torch.optim.Optimizer, step: int, loss: float | None, norm: float | None
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        loss: float | None,
+        norm: float | None,
+        batches: object = None,
     ) -> Iterator[Spike]:
         """Yield a spike of which the cause is known, or known to be unknown: one step late, unless there is evidence.
 
@@ -160,12 +134,17 @@ class LossSpikes:
             step: The number of its step.
             loss: The loss.
             norm: The gradient norm.
+            batches: The micro-batches of the step, if they are kept.
         """
         if self._is_exempt or loss is None or not math.isfinite(loss) or loss <= 0.0:
             return
         losses, value = self._losses.setdefault(optimizer, _Losses()), math.log(loss)
         if losses.pending is not None:
-            yield self._after(losses.pending, value, losses, self._ruled_out(optimizer))
+            following = None
+            if self._replays is not None and losses.pending.trial is not None:
+                following = self._replays.of_next(losses.pending.trial, step, loss, batches)
+            is_back = sigmas_above(value, losses.usual, _FLOORS[0]) < IS_BACK
+            yield losses.pending.judged(is_back=is_back, following=following)
             losses.pending = None
         sigmas = _sigmas(value, losses.usual, _FLOORS[0], LOSS_SIGMAS)
         if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
@@ -175,6 +154,8 @@ class LossSpikes:
             losses.usual.append(value)
             if norm is not None and math.isfinite(norm) and norm > 0.0:
                 losses.norms.append(math.log(norm))
+            if self._replays is not None:
+                self._replays.note(optimizer, step, loss, batches)
             return
         is_new, losses.quiet, losses.flagged = losses.quiet <= 0, QUIET, losses.flagged + 1
         if is_new:
@@ -183,13 +164,15 @@ class LossSpikes:
             if known is not None:
                 yield known
             else:
-                losses.pending = spike
+                losses.pending = self._pending(optimizer, spike, batches)
 
     def end(self) -> Iterator[Spike]:
         """Yield spikes of the last step, after which nothing is known."""
         for losses in self._losses.values():
             if losses.pending is not None:
-                yield _with_cause(losses.pending, "unknown", "The run ended before the next step.")
+                replayed = losses.pending.replayed(None)
+                evidence = f"The run ended before the next step.{replayed and f' {replayed}'}"
+                yield losses.pending.spike.with_cause(losses.pending.cause_by_replay(), evidence)
                 losses.pending = None
 
     def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Violation]:
@@ -213,29 +196,26 @@ class LossSpikes:
             events = [event for event in near if event[1] in kinds]
             if events:
                 _, cause, evidence, parameters = events[0]
-                return _with_cause(spike, cause, evidence, parameters)
+                return replace(spike, cause=cause, evidence=evidence, parameters=parameters)
         return None
 
-    def _ruled_out(self, optimizer: torch.optim.Optimizer) -> str:
-        """Return what would have been seen, in words."""
+    def _pending(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> PendingSpike:
+        """Return a spike of which the cause is not known, with what a replay gives, and what is ruled out."""
         known = {
             "no weight was written outside the optimizer": self._sees_writes(optimizer),
             "no learning rate rose": len(self._rates.get(optimizer, ())) == _RATES,
             "no element had a whole gradient's norm": self._looks_at_gradients,
         }
         ruled_out = ", ".join(text for text, is_known in known.items() if is_known)
-        more = "" if self._looks_at_gradients else " --spikes also looks at gradients, and at weights before each step."
-        return f"{f' Ruled out: {ruled_out}.' if ruled_out else ''} Not replayed.{more}"
+        text = f" Ruled out: {ruled_out}." if ruled_out else ""
+        if self._replays is None:
+            return PendingSpike(spike, None, f"{text} Not replayed{self._why_not}.")
+        trial = self._replays.of_spike(optimizer, spike.step, spike.loss, batches)
+        if isinstance(trial, str):
+            return PendingSpike(spike, None, f"{text} Not replayed: {trial}.")
+        return PendingSpike(spike, trial, text)
 
-    @staticmethod
-    def _after(spike: Spike, value: float, losses: _Losses, ruled_out: str) -> Spike:
-        """Return a spike with what the loss of the next step says of it."""
-        if sigmas_above(value, losses.usual, _FLOORS[0]) < _IS_BACK:
-            return _with_cause(spike, "batch", f"The loss was back one step later.{ruled_out}")
-        evidence = "The loss was not back one step later: it is the weights, or the data from here on."
-        return _with_cause(spike, "unknown", f"{evidence}{ruled_out}")
-
-    def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any) -> None:
+    def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any, batches: object) -> None:
         params = [param for param in params_of(optimizer) if _can_look_at(param)]
         gradients: list[Any] = [param.grad for param in params]
         if not gradients:
@@ -248,8 +228,28 @@ class LossSpikes:
                 largest = max(map(abs, (each.item() for each in torch.aminmax(gradient))))
                 if largest > _SHARE * norm:
                     name = names().get(id(param), "a parameter")
+                    if name in self._with_large_elements:
+                        continue
+                    again = None if self._replays is None else self._replays.gradient(param, batches)
+                    if again is not None and not differs_in_one_element(gradient, again):
+                        self._with_large_elements.add(name)
+                        continue
                     text = f"At step {step:,}, one element had {largest / norm:.3g} of the norm of {name}'s gradient."
-                    self._events.append((step, "gradient element", f"{text} Not replayed.", (name,)))
+                    more = "Not replayed." if again is None else "A second backward differs in that element alone."
+                    self._events.append((step, "gradient element", f"{text} {more}", (name,)))
+
+
+def differs_in_one_element(gradient: torch.Tensor, again: torch.Tensor) -> bool:
+    """Return True if two gradients differ in the largest element of the first alone, up to a factor, as of clipping."""
+    first, second = gradient.detach().double().flatten(), again.detach().double().flatten()
+    at = int(first.abs().argmax())
+    others = torch.ones_like(first)
+    others[at] = 0.0
+    square = float((second.square() * others).sum())
+    factor = float((first * second * others).sum()) / square if square else 1.0
+    apart = (first - factor * second).abs()
+    is_apart = float(apart[at]) > 0.5 * float(first[at].abs())
+    return is_apart and float((apart * others).max()) <= _SAME * abs(factor) * float(second.abs().max())
 
 
 def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
@@ -257,10 +257,6 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
     rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
     is_known = all(rate is not None and getattr(rate, "device", _CPU).type == "cpu" for rate in rates)
     return max(map(float, rates)) if rates and is_known else None
-
-
-def _with_cause(spike: Spike, cause: str, evidence: str, parameters: tuple[str, ...] = ()) -> Spike:
-    return Spike(spike.step, spike.loss, spike.usual, spike.sigmas, cause, evidence, parameters)
 
 
 def _can_look_at(param: torch.Tensor) -> bool:

@@ -59,6 +59,13 @@ class EarlierWeights:
 
     def __init__(self) -> None:
         self._kept: list[WeightsOfStep] = []  # the older one first
+        self.is_held = False
+        """Whether to take no more copies for now."""
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps before which weights were copied."""
+        return [kept.step for kept in self._kept]
 
     def keep(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Copy weights, if the last copy is 16 steps old.
@@ -67,7 +74,7 @@ class EarlierWeights:
             step: Number of the step that is about to be taken; those of all optimizers of a model count.
             optimizers: Those whose parameters are copied.
         """
-        if self._kept and 0 <= step - self._kept[-1].step < EVERY:
+        if self.is_held or (self._kept and 0 <= step - self._kept[-1].step < EVERY):
             return
         params = [param for optimizer in optimizers for param in params_of(optimizer)]
         unused = self._kept.pop(0) if len(self._kept) == 2 else None
@@ -83,6 +90,10 @@ class EarlierWeights:
     def earlier(self, step: int) -> WeightsOfStep | None:
         """Return the older copy from before a step; None if there is none. Waits for the device."""
         return self._arrived([kept for kept in self._kept if kept.step < step][:1])
+
+    def of(self, step: int) -> WeightsOfStep | None:
+        """Return the copy from before a step; None if there is none. Waits for the device."""
+        return self._arrived([kept for kept in self._kept if kept.step == step])
 
     def _arrived(self, found: Sequence[WeightsOfStep]) -> WeightsOfStep | None:
         if not found:

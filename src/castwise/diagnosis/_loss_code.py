@@ -16,6 +16,7 @@ from castwise._torch_private import graph_nodes_made, number_of_node, version
 from castwise.amp._devices import is_capturing
 from castwise.diagnosis._diagnosis import Diagnosis
 from castwise.diagnosis._lone_values import find_lone_value
+from castwise.diagnosis._loss_function import LossFunction, ModelEdge
 from castwise.diagnosis._loss_graph import LossFault, first_fault, first_fault_of_backward, frozen, nodes_of, saved_by
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._ranges import Range, range_of
@@ -25,7 +26,7 @@ _LINES_FROM = 2
 """The number of backwards at the start whose loss code is read for its lines."""
 _FORWARDS = 8  # whose outputs are kept
 _MOST_NODES = 200  # of a loss whose saved tensors are kept
-_MOST_BYTES = 64 << 20
+_MOST_BYTES, _MOST_BYTES_OF_TARGETS = 64 << 20, 1 << 20
 
 _Key = TypeVar("_Key")
 _Structure = tuple[tuple[str, tuple[int, ...]], ...]
@@ -47,16 +48,15 @@ class _Seen(NamedTuple):
         return not isinstance(self.value, torch.Tensor) or version(self.value) == self.version
 
 
-_Edge = tuple[int, int]
-"""The number of a model's node, and the index of a tensor among its outputs."""
-
-
 class _Kept(NamedTuple):
-    """A loss and its code, over the backward."""
+    """A loss and its code, over the backward; without nodes if the loss is an output of a model."""
 
     loss: torch.Tensor
+    edge: ModelEdge
     nodes: list[Any]
     saved: list[dict[str, _Seen]]
+    is_complete: bool
+    """Whether all that was saved is kept, and not only what repeats the loss."""
 
 
 class LossesOfStep:
@@ -76,12 +76,13 @@ class LossesOfStep:
         self,
         code: LossCode,
         kept: list[_Kept],
-        outputs: Mapping[_Edge, torch.Tensor],
+        outputs: Mapping[ModelEdge, torch.Tensor],
         known: Diagnosis | None,
         *,
         is_between: bool,
     ) -> None:
-        self._code, self._kept, self._known, self.is_between = code, kept, known, is_between
+        self._code, self._all, self._known, self.is_between = code, kept, known, is_between
+        self._kept = [each for each in kept if each.nodes and each.is_complete]
         self._outputs = {edge: _Seen.of(tensor) for edge, tensor in outputs.items()}
 
     def fault(self, *, of_model: bool) -> Diagnosis | None:
@@ -92,7 +93,7 @@ class LossesOfStep:
         """
         if self._known is not None:
             return self._known
-        for loss, nodes, saved in self._kept:
+        for loss, _, nodes, saved, _ in self._kept:
             if not loss.isfinite().all():
                 fault = first_fault(loss, nodes, _unchanged(self._outputs), list(map(_unchanged, saved)))
                 if fault is not None and (of_model or fault.reads != "model"):
@@ -101,11 +102,26 @@ class LossesOfStep:
 
     def fault_of_backward(self) -> Diagnosis | None:
         """Return the origin of gradients of finite losses that are not finite. Waits for an accelerator."""
-        for loss, nodes, saved in self._kept:
+        for loss, _, nodes, saved, _ in self._kept:
             fault = first_fault_of_backward(loss, nodes, _unchanged(self._outputs), list(map(_unchanged, saved)))
             if fault is not None:
                 return self._code.diagnosis(loss, nodes, fault, is_of_backward=True)
         return None
+
+    def as_functions(self) -> tuple[list[LossFunction], float]:
+        """Return the losses, with `LossCode.repeats` set, as functions of models' outputs, and their sum.
+
+        Waits for an accelerator.
+
+        Raises:
+            UnknownLossError: They cannot be repeated.
+        """
+        outputs = _unchanged(self._outputs)
+        functions = [
+            LossFunction(each.loss, each.edge, each.nodes, list(map(_unchanged, each.saved)), outputs)
+            for each in self._all
+        ]
+        return functions, sum(float(each.loss) for each in self._all)
 
 
 class LossCode:
@@ -118,7 +134,7 @@ class LossCode:
 
     def __init__(self) -> None:
         self._intervals: deque[tuple[int, int]] = deque(maxlen=64)
-        self._outputs: deque[dict[_Edge, torch.Tensor]] = deque(maxlen=_FORWARDS)
+        self._outputs: deque[dict[ModelEdge, torch.Tensor]] = deque(maxlen=_FORWARDS)
         self._kept: deque[_Kept] = deque(maxlen=_FORWARDS)
         self._lines: dict[_Structure, list[Place | None]] = {}
         self._backwards = 0
@@ -127,6 +143,8 @@ class LossCode:
         """The last fault that was in code between two models."""
         self._anomaly: tuple[bool, bool] | None = None
         """The script's own anomaly mode, while lines are read."""
+        self.repeats = 0
+        """The number of monitors that may repeat losses."""
 
     def forget(self) -> None:
         """Forget all, and stop reading lines."""
@@ -203,7 +221,7 @@ class LossCode:
 
     def _keep(self, loss: torch.Tensor, nodes: list[Any]) -> None:
         """Keep what the loss code has saved over its backward, which frees it, if that is little."""
-        if not 0 < len(nodes) <= _MOST_NODES:
+        if not (nodes or self.repeats) or len(nodes) > _MOST_NODES:
             return
         saved: list[dict[str, _Seen]] = []
         nbytes = 0
@@ -213,10 +231,15 @@ class LossCode:
                 seen[name] = _Seen.of(value)
                 nbytes += getattr(value, "nbytes", 0)
             saved.append(seen)
-        if nbytes <= _MOST_BYTES // _FORWARDS:
-            self._kept.append(_Kept(loss.detach(), frozen(nodes), saved))
+        is_small = nbytes <= _MOST_BYTES // _FORWARDS
+        if not is_small:  # what ops have made is not needed to repeat them
+            saved = [{name: seen for name, seen in of_node.items() if not _is_large(seen.value)} for of_node in saved]
+        if is_small or self.repeats:
+            edge = number_of_node(loss.grad_fn), loss.output_nr
+            nodes = frozen(nodes, with_results=self.repeats > 0)
+            self._kept.append(_Kept(loss.detach(), edge, nodes, saved, is_small))
 
-    def _known_outputs(self) -> dict[_Edge, torch.Tensor]:
+    def _known_outputs(self) -> dict[ModelEdge, torch.Tensor]:
         return {edge: tensor for kept in self._outputs for edge, tensor in kept.items()}
 
     def step_ends(self) -> None:
@@ -344,6 +367,10 @@ def _structure(nodes: list[Any]) -> _Structure:
 
 def _unchanged(seen: Mapping[_Key, _Seen]) -> dict[_Key, Any]:
     return {key: one.value for key, one in seen.items() if one.is_unchanged()}
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.nbytes > _MOST_BYTES_OF_TARGETS
 
 
 def _line_of(node: Any) -> Place | None:

@@ -15,16 +15,17 @@ from typing import Any, cast
 
 import torch
 
-from castwise._torch_private import SAVED, SAVED_SHAPE, number_of_node, schema_of
+from castwise._torch_private import SAVED, SAVED_SHAPE, number_of_node, results_of_node, schema_of
 from castwise.diagnosis._op_facts import is_random, name_of
 
-_LEAF = 2**63  # leaves are numbered above it
+LEAF = 2**63
+"""Leaves are numbered above it."""
 _MOST_NODES = 5_000
 _RESULTS = ("result", "output", "result0", "output0")
 # Ops whose forward has another name than their node.
 _FORWARDS = {
     "nll_loss": "nll_loss_forward",
-    "nll_loss2d": "nll_loss2d_forward",
+    "nll_loss2_d": "nll_loss2d_forward",
     "to_copy": "_to_copy",
     "log1_p": "log1p",
 }
@@ -113,10 +114,13 @@ def _saved_attributes(kind: Any) -> list[tuple[str, str]]:
 
 
 class FrozenNode:
-    """What an autograd node says of itself, without the graph that it keeps alive."""
+    """What an autograd node says of itself, without the graph that it keeps alive; see also `results_of_node`."""
 
-    def __init__(self, node: Any, next_functions: Sequence[tuple[Any, int]]) -> None:
+    def __init__(
+        self, node: Any, next_functions: Sequence[tuple[Any, int]], results: Sequence[tuple[torch.Size, torch.dtype]]
+    ) -> None:
         self._name, self._number, self.next_functions = node.name(), number_of_node(node), next_functions
+        self.results = results
 
     def name(self) -> str:
         """Return the node's name."""
@@ -126,16 +130,16 @@ class FrozenNode:
         return self._number
 
 
-def frozen(nodes: Sequence[Any]) -> list[Any]:
-    """Return nodes that keep no graph alive, in the same order."""
+def frozen(nodes: Sequence[Any], *, with_results: bool) -> list[Any]:
+    """Return nodes that keep no graph alive, in the same order, also with shapes and dtypes of results if asked to."""
     copies: dict[Any, FrozenNode | None] = {None: None}
     for node in nodes:
         sources: list[tuple[FrozenNode | None, int]] = []
         for source, index in node.next_functions:
             if source not in copies:
-                copies[source] = FrozenNode(source, ())
+                copies[source] = FrozenNode(source, (), ())
             sources.append((copies[source], index))
-        copies[node] = FrozenNode(node, sources)
+        copies[node] = FrozenNode(node, sources, results_of_node(node) if with_results else ())
     return [copies[node] for node in nodes]
 
 
@@ -155,7 +159,7 @@ def nodes_of(loss: torch.Tensor, is_of_model: Callable[[int], bool], *, through_
         if node is None or node in reached or node in of_models:
             continue
         number = number_of_node(node)
-        if number >= _LEAF:
+        if number >= LEAF:
             continue
         if not is_of_model(number):
             reached[node] = number
@@ -182,7 +186,7 @@ def first_fault(
         outputs: The models' outputs, by the number of their node and their index among its outputs.
         saved: What each node has saved for the backward.
     """
-    values = _Values(nodes, outputs, saved)
+    values = Values(nodes, outputs, saved)
     for place, node in enumerate(nodes):
         op = values.evaluate(node, loss if node is nodes[-1] else None)
         if op.output is None or _is_finite(op.output):
@@ -225,7 +229,7 @@ def first_fault_of_backward(
         outputs: See `first_fault`.
         saved: What each node has saved.
     """
-    values = _Values(nodes, outputs, saved)
+    values = Values(nodes, outputs, saved)
     for node in nodes:
         values.evaluate(node, loss if node is nodes[-1] else None)
     gradients: dict[Edge, torch.Tensor] = {(nodes[-1], 0): torch.ones_like(loss.detach())}
@@ -243,7 +247,7 @@ def first_fault_of_backward(
     return None
 
 
-class _Values:
+class Values:
     """The known tensors on the edges of a graph."""
 
     def __init__(
@@ -260,7 +264,7 @@ class _Values:
         """Find out what an op has read and returned."""
         op = Node(node, self._saved[node], _op_name(node))
         edges = [edge for edge in node.next_functions if edge[0] is not None]
-        known = [self._on(edge) for edge in edges]
+        known = [self.on(edge) for edge in edges]
         op.has_unknown_inputs = any(value is None for value in known)
         op.inputs = _distinct([*(value for value in known if value is not None), *_saved_inputs(op.saved)])
         saved = next((op.saved[name] for name in _RESULTS if isinstance(op.saved.get(name), torch.Tensor)), None)
@@ -275,7 +279,7 @@ class _Values:
 
     def backward_of(self, node: Any, gradient: torch.Tensor) -> Iterator[tuple[Edge, torch.Tensor]]:
         """Yield the gradients of an op's inputs, given that of its result; nothing if the op cannot be run again."""
-        for overload in _overloads(node.name()):
+        for overload in overloads_of(node.name()):
             bound = self._bound(overload, node, self._saved[node], unknown=self._input_from_result(node, gradient))
             if bound is None:
                 continue
@@ -323,13 +327,14 @@ class _Values:
         """Note that a tensor has the values of an output of a model."""
         self._passed.append(tensor)
 
-    def _on(self, edge: Edge) -> torch.Tensor | None:
+    def on(self, edge: Edge) -> torch.Tensor | None:
+        """Return the tensor on an edge; None if it is not known."""
         known = self._by_edge.get(edge)
         return self._outputs.get((number_of_node(edge[0]), edge[1])) if known is None else known
 
     def _note_saved_inputs(self, node: Any) -> None:
         """Note what the ops before it have returned, from what an op has saved of its inputs."""
-        for overload in _overloads(node.name()):
+        for overload in overloads_of(node.name()):
             if _saved_names(self._saved[node]) <= set(overload.tensors):
                 for name, edge in overload.edges(node, self._saved[node]).items():
                     value = self._saved[node].get(name)
@@ -339,7 +344,7 @@ class _Values:
 
     def _run_again(self, node: Any) -> torch.Tensor | None:
         saved = self._saved[node]
-        for overload in _overloads(node.name()):
+        for overload in overloads_of(node.name()):
             bound = self._bound(overload, node, saved)
             if bound is None:
                 continue
@@ -353,7 +358,7 @@ class _Values:
         return None
 
     def _bound(
-        self, overload: _Overload, node: Any, saved: Mapping[str, Any], unknown: torch.Tensor | None = None
+        self, overload: Overload, node: Any, saved: Mapping[str, Any], unknown: torch.Tensor | None = None
     ) -> dict[str, Any] | None:
         """Return the arguments of an op by name; None if they are not all known.
 
@@ -363,24 +368,23 @@ class _Values:
             saved: What the node has saved.
             unknown: A tensor instead of those that are not known. A backward does not depend on what is not saved.
         """
-        names = {argument.name for argument in overload.schema.arguments}
         if not overload.may_have_made(node, saved):
             return None
-        if any(name not in names and not _DERIVED.match(name) for name in saved if name not in _RESULTS):
+        if not overload.takes_all(saved):
             return None
         edges = overload.edges(node, saved)
         bound: dict[str, Any] = {}
         for argument in overload.schema.arguments:
             given = saved.get(argument.name)
-            if "Tensor[]" in str(argument.type):
-                known = [self._on(edge) if edge[0] is not None else None for edge in node.next_functions]
+            if takes_tensors(argument):
+                known = [self.on(edge) if edge[0] is not None else None for edge in node.next_functions]
                 given = [unknown if value is None else value for value in known]
                 if any(value is None for value in given):
                     return None
             elif _is_tensor(argument):
                 edge = edges.get(argument.name, (None, 0))
                 if given is None:
-                    value = None if edge[0] is None else self._on(edge)
+                    value = None if edge[0] is None else self.on(edge)
                     given = _of_saved_shape(unknown, saved.get(argument.name + SAVED_SHAPE)) if value is None else value
                 is_missing = given is None and "Optional" not in str(argument.type)
                 if is_missing or not isinstance(given, (torch.Tensor, type(None))):
@@ -389,12 +393,12 @@ class _Values:
                 if not argument.has_default_value():
                     return None
                 given = argument.default_value
-            bound[argument.name] = _signed(given)
+            bound[argument.name] = signed(given)
         return bound
 
 
 @dataclass(frozen=True)
-class _Overload:
+class Overload:
     op: Any
     schema: Any
 
@@ -405,8 +409,13 @@ class _Overload:
 
     def may_have_made(self, node: Any, saved: Mapping[str, Any]) -> bool:
         """Return True if the op has as many tensors that may have a gradient as the node has edges."""
-        is_of_list = any("Tensor[]" in str(argument.type) for argument in self.schema.arguments)
+        is_of_list = any(map(takes_tensors, self.schema.arguments))
         return is_of_list or len(self.edges(node, saved)) == len(node.next_functions)
+
+    def takes_all(self, saved: Mapping[str, Any]) -> bool:
+        """Return True if what was saved are arguments, results, or what follows from these."""
+        names = {argument.name for argument in self.schema.arguments}
+        return all(name in names or name in _RESULTS or _DERIVED.match(name) for name in saved)
 
     def edges(self, node: Any, saved: Mapping[str, Any]) -> dict[str, Edge]:
         """Return the edge of each tensor that may have a gradient; masks and indices have no edge."""
@@ -417,20 +426,20 @@ class _Overload:
 
 
 @functools.cache
-def _overloads(node_name: str) -> list[_Overload]:
+def overloads_of(node_name: str) -> list[Overload]:
     """Return the ops that may have made a node of this name, such as "LogSoftmaxBackward0"."""
     bare = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node_name)).lower()
     for name in filter(None, (_FORWARDS.get(bare), bare, f"_{bare}", f"native_{bare}")):
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
             ops = [getattr(packet, overload) for overload in packet.overloads()]
-            known = [_Overload(op, schema_of(op)) for op in ops if not is_random(op)]
+            known = [Overload(op, schema_of(op)) for op in ops if not is_random(op)]
             return [overload for overload in known if overload.schema is not None and not overload.schema.is_mutable]
     return []
 
 
 def _op_name(node: Any) -> str:
-    overloads = _overloads(node.name())
+    overloads = overloads_of(node.name())
     return name_of(overloads[0].op) if overloads else str(node.name()).removesuffix("Backward")
 
 
@@ -451,6 +460,11 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(by_memory.values())
 
 
+def takes_tensors(argument: Any) -> bool:
+    """Return True for an argument that is a list of tensors."""
+    return str(argument.type) in {"List[Tensor]", "Tensor[]"}
+
+
 def _is_tensor(argument: Any) -> bool:
     return "Tensor" in str(argument.type)
 
@@ -467,8 +481,8 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def _signed(value: Any) -> Any:
+def signed(value: Any) -> Any:
     """Return a saved dimension as it was given: negative ones are saved as unsigned 64-bit integers."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= _LEAF:
-        return value - 2 * _LEAF
-    return [_signed(item) for item in value] if isinstance(value, (tuple, list)) else value
+    if isinstance(value, int) and not isinstance(value, bool) and value >= LEAF:
+        return value - 2 * LEAF
+    return [signed(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from castwise._guard import ErrorBoundary, guarded
-from castwise._torch_private import is_backward_running
+from castwise._torch_private import is_backward_running, number_of_node
 from castwise._warnings import warn_or_print
 from castwise.amp._gradients import is_plain
 from castwise.amp._outcomes import Cause
@@ -25,6 +25,7 @@ from castwise.diagnosis._earlier_weights import WeightsOfStep
 from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES, LoadedBatch
 from castwise.diagnosis._loss_code import LOSS_CODE, LossesOfStep
+from castwise.diagnosis._loss_function import ModelEdge
 from castwise.diagnosis._replay import is_replaying
 from castwise.diagnosis._trials import EarlierTrials, Past
 from castwise.tracing._module_hooks import ModuleHooks
@@ -54,6 +55,7 @@ class MicroBatch:
         usual: The largest magnitudes of the output in some recent forwards, shape () each.
         trials: The remedies that were tried for this model.
         largest: The largest magnitude of the output, shape (), on its device; None if it was not measured.
+        edges: The graph edge of each of these outputs, if losses are repeated.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class MicroBatch:
     usual: tuple[torch.Tensor, ...] = ()
     trials: EarlierTrials = field(default_factory=dict)
     largest: torch.Tensor | None = None
+    edges: list[ModelEdge] = field(default_factory=list)
 
     def add(self, place: int, gradient: torch.Tensor) -> None:
         """Add a gradient of the output at `place`."""
@@ -154,6 +157,9 @@ class MicroBatches:
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return iter(self._batches)
 
     def with_changed_inputs(self) -> set[nn.Module]:
         """Return the models with an input that was written to after the forward; see `KeptInputs.are_changed`."""
@@ -382,6 +388,8 @@ class Recording:
         self._nbytes += nbytes
         self._batches.append(batch)
         LOSS_CODE.forward_ends(batch.began, outputs)
+        if LOSS_CODE.repeats:
+            batch.edges = [(number_of_node(tensor.grad_fn), tensor.output_nr) for tensor in outputs]
         self._measure(batch, outputs)
 
     def _measure(self, batch: MicroBatch, outputs: list[torch.Tensor]) -> None:

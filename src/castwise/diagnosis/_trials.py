@@ -85,8 +85,43 @@ class _Run(NamedTuple):
     largest: float = 0.0
 
 
-class _OutOfTimeError(Exception):
-    pass
+class OutOfTimeError(Exception):
+    """Trials have taken as long as they may."""
+
+
+class TimeLimit:
+    """The time of 10 steps, or 2 s if that is more, from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._limit = time.perf_counter(), SECONDS
+
+    def check(self) -> float:
+        """Return the time, in seconds.
+
+        Raises:
+            OutOfTimeError: The limit is over.
+        """
+        now = time.perf_counter()
+        if now - self._began > self._limit:
+            raise OutOfTimeError("time ran out")
+        return now
+
+    def forward_ends(self, began: float) -> None:
+        """Note that a forward which began at a time has ended, from which the time of a step follows."""
+        self._limit = max(self._limit, STEPS * _FORWARDS_OF_A_STEP * (time.perf_counter() - began))
+
+
+@contextmanager
+def put_back(model: nn.Module, arguments: Any) -> Iterator[None]:
+    """Restore everything that forwards and backwards of a model in this context change; see `unchanged`."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        unchanged(model, arguments) as copies,
+        without_cached_casts(),
+        _Writes(copies.before_write),
+    ):
+        yield
 
 
 def try_remedy(
@@ -125,7 +160,7 @@ def try_remedy(
         if help_.remedy == "float32" and (tried.result.startswith("finite") or not tried.help.remedy):
             past.trials[key] = tried.help
         return tried
-    except _OutOfTimeError:
+    except OutOfTimeError:
         return Tried(help_, "untried: time ran out", _bad_rows(case, birth))
 
 
@@ -138,8 +173,7 @@ class _Trials:
     def __init__(self, case: Case, birth: Birth, scale: float, past: Past) -> None:
         self._case, self._birth, self._scale = case, birth, scale
         self._usual, self._weights = past.usual, past.weights
-        self._began = time.perf_counter()
-        self._limit = SECONDS
+        self._time = TimeLimit()
         self._device_types = sorted(
             {tensor.device.type for tensor in [*case.model.parameters(), *tensors_of([case.args, case.kwargs])]}
         )
@@ -185,7 +219,7 @@ class _Trials:
 
     def _overflowing_next(self, modules: list[str]) -> str | None:
         """Return the module that overflows while others are in fp32; None if there is none, or there are many."""
-        self._check_time()
+        self._time.check()
         try:
             fault = replay(_Changed(self._case, lambda: self._in_fp32(modules)), self._scale).fault
         except Exception:
@@ -335,31 +369,20 @@ class _Trials:
         is_part: bool = False,
     ) -> _Run:
         """Run the forward, and if it is of the whole batch, what follows it."""
-        began = self._check_time()
+        began = self._time.check()
         case = self._case
         args, kwargs = case.args if args is None else args, case.kwargs if kwargs is None else kwargs
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.enable_grad())
-                copies = stack.enter_context(unchanged(case.model, [case.args, case.kwargs, args, kwargs]))
-                stack.enter_context(without_cached_casts())
-                stack.enter_context(_Writes(copies.before_write))
+            with put_back(case.model, [case.args, case.kwargs, args, kwargs]):
                 with case.region(), ExitStack() as changes:
                     if around is not None:
                         changes.enter_context(around())
                     output = case.model(*args, **kwargs)
-                    self._limit = max(self._limit, STEPS * _FORWARDS_OF_A_STEP * (time.perf_counter() - began))
+                    self._time.forward_ends(began)
                     ends = outputs_of(output) if is_part else case.ends(output)
                 return self._judged(output, ends, is_part)
         except Exception:
             return _Run("unknown")
-
-    def _check_time(self) -> float:
-        now = time.perf_counter()
-        if now - self._began > self._limit:
-            raise _OutOfTimeError
-        return now
 
     def _judged(self, output: Any, ends: list[torch.Tensor], is_part: bool) -> _Run:
         ranges = [found for end in ends if (found := range_of(end)) is not None]

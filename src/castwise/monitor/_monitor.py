@@ -24,6 +24,7 @@ from castwise._torch_private import is_compiled, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._outcomes import Cause, StepFacts
+from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from castwise.diagnosis._diagnosis import Diagnosis
     from castwise.diagnosis._earlier_weights import EarlierWeights
     from castwise.diagnosis._recording import MicroBatches, Recording
+    from castwise.monitor._loss_replays import LossReplays
     from castwise.monitor._step_check import Checked
 
 _BY_PHASE = {
@@ -125,7 +127,10 @@ class Monitor:
             The manual's page on invariants lists them.
         spikes: Whether to look for what makes the loss rise suddenly; checks invariants too. Losses are read, as with
             `on_nonfinite`. On a CPU, a copy of the weights is kept, which tells the element and the bit that something
-            else than the optimizer has written, and the gradient of each step is searched for single large elements.
+            else than the optimizer has written, and the gradient of each step is searched for single large elements. In
+            one process, weights are copied as with `snapshots`, and the inputs of a step's forwards and of those of
+            four earlier steps are kept: the loss of a spike is repeated with the weights of an earlier step, which
+            takes at most 2 s or the time of 10 steps, and changes no state.
         snapshots: Whether to copy the trained weights to the host's memory every 16 steps, and keep two such copies. On
             an accelerator the batch of the first step that is taken with an inf or NaN is then replayed with the
             weights of the latest copy from before it. Everywhere, remedies are tried with the weights of the older
@@ -179,6 +184,8 @@ class Monitor:
         self._quantized = QuantizedLayers(model)
         self._recording = _recording_of(model, self._source) if on_nonfinite else None
         self._weights = _earlier_weights() if snapshots else None
+        self._diagnoses = on_nonfinite is not None
+        self._replays: LossReplays | None = None
         self._checks_steps = (on_nonfinite is not None or spikes) and not self._source.is_scaled
         self._skips_faults = self._is_late = self._has_lost_weights = False  # the first is set by `_LocalMonitor`
         self._guard = ErrorBoundary()
@@ -194,7 +201,7 @@ class Monitor:
         if "_numbers" not in vars(self):  # `__init__` has not finished
             return object.__repr__(self)
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-        diagnoses = ", on_nonfinite='diagnose'" if self._recording is not None else ""
+        diagnoses = ", on_nonfinite='diagnose'" if self._diagnoses else ""
         return (
             f"{type(self).__name__}({type(self._model).__name__}, [{optimizers}], {self._scaler!r}, "
             f"every={self._every}, sinks={self._sinks}{diagnoses})"
@@ -260,7 +267,8 @@ class Monitor:
         self._by_hand = ScriptSource(source, len(optimizers)) if isinstance(source, ScalerSource) else None
         scaler = self._scaler if source.is_scaled else None
         self._scaler_steps = ScalerObserver(self._sample_skipped, self._model, optimizers, scaler, self._guard)
-        self._invariant_checks = self._make_checks()
+        self._replays, why_not = self._make_replays()
+        self._invariant_checks = self._make_checks(why_not)
         self._handles = [self._scaler_steps]  # from here on _remove has something to undo
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
@@ -298,7 +306,23 @@ class Monitor:
         with self._guard:
             self._handles.append(RunRecording(path))
 
-    def _make_checks(self) -> Checks | None:
+    def _make_replays(self) -> tuple[LossReplays | None, str]:
+        """Return what repeats losses of spikes, and keep what it needs; or None and why nothing is repeated."""
+        if not self._spikes:
+            return None, ". --spikes also looks at gradients, and at weights before each step, and repeats losses"
+        from castwise.diagnosis._trials import has_several_ranks
+        from castwise.monitor._loss_replays import LossReplays
+
+        if has_several_ranks():
+            return None, ": a forward may exchange tensors with other ranks"
+        self._recording = self._recording or self._recording_for_spikes()
+        self._weights = self._weights or _earlier_weights()
+        return LossReplays(self._weights), ""
+
+    def _recording_for_spikes(self) -> Recording:
+        return _recording_of(self._model, self._source)
+
+    def _make_checks(self, why_not: str) -> Checks | None:
         if self._exemptions is None:
             return None
         parameters = partial(names.parameters, self._model)
@@ -306,12 +330,12 @@ class Monitor:
         def number() -> int:
             return self._numbers.next
 
-        given = self._model, parameters, self._optimizers, self._exemptions
-        return Checks(*given, self._on_broken, number, spikes=self._spikes)
+        given = self._model, parameters, self._optimizers, self._exemptions, self._on_broken, number
+        return Checks(*given, spikes=self._spikes, replays=self._replays, why_not=why_not)
 
     def _make_joint(self) -> ShardedModelRanks | None:
         """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
-        replays = self._recording is not None and not (self._is_late and self._weights is None)
+        replays = self._diagnoses and not (self._is_late and self._weights is None)
         if not (replays or (self._checks_steps and self._skips_faults)):
             return None
         if not can_be_gathered(self._model):
@@ -332,7 +356,11 @@ class Monitor:
             is_compiled_in_place or isinstance(self._model, torch.jit.ScriptModule)
         ):
             with self._guard:  # modes are checked at steps alone
-                self._model_hooks.put_on(self._model, self._invariant_checks.forward)
+                self._model_hooks.put_on(self._model, self._forward)
+
+    def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._invariant_checks is not None and not is_replaying():
+            self._invariant_checks.forward(model, args, kwargs)
 
     def _make_ranks(self) -> Ranks:
         model = type(names.modules(self._model)[""]).__name__  # the class inside the wrappers
@@ -360,6 +388,7 @@ class Monitor:
             self._model_hooks.remove,
             *([] if self._invariant_checks is None else [self._invariant_checks.stop]),
             lambda: self._iterations.clear(),  # which a failed `attach` may not have made
+            *([] if self._replays is None else [self._replays.end]),
             *([] if self._recording is None else [self._recording.detach]),
             *([] if self._joint is None else [self._joint.close]),
             self._write_end,
@@ -395,14 +424,14 @@ class Monitor:
             return
         self._numbers.begin(self._source.iteration)
         iteration = self._iterations.note_gradients(optimizer, self._source.iteration)
-        if self._invariant_checks is not None:
-            self._model_hooks.put_back()
-            self._invariant_checks.before_step(optimizer)
-            iteration.rates[optimizer] = rate_of(optimizer)
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
             if self._weights is not None:
                 self._weights.keep(self._numbers.next, self._optimizers)
+        if self._invariant_checks is not None:
+            self._model_hooks.put_back()
+            self._invariant_checks.before_step(optimizer, iteration.batches.get(optimizer))
+            iteration.rates[optimizer] = rate_of(optimizer)
         if iteration.sample is not None:
             iteration.sample.measure_gradients(optimizer, scale)
             iteration.sample.keep_weights(optimizer)
@@ -487,11 +516,17 @@ class Monitor:
             diagnosis = None if batches is None else batches.diagnosis
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
             facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
-        self._record_step(facts, iteration, diagnosis)
+        self._record_step(facts, iteration, diagnosis, batches)
         self._finish()
         return diagnosis
 
-    def _record_step(self, facts: StepFacts, iteration: MonitoredIteration | None, diagnosis: Diagnosis | None) -> None:
+    def _record_step(
+        self,
+        facts: StepFacts,
+        iteration: MonitoredIteration | None,
+        diagnosis: Diagnosis | None,
+        batches: MicroBatches | None,
+    ) -> None:
         skip = self._combine_fault(facts, iteration, diagnosis)
         self._write(
             StepRecord(
@@ -508,7 +543,7 @@ class Monitor:
             )
         )
         if self._invariant_checks is not None and facts.optimizer is not None:
-            self._invariant_checks.step_known(facts.optimizer, facts.number, facts.loss, facts.grad_norm)
+            self._invariant_checks.step_known(facts.optimizer, facts.number, facts.loss, facts.grad_norm, batches)
         for record in skip.diagnoses if skip else ():
             self._write(record)
 
@@ -573,7 +608,7 @@ class Monitor:
 
         Its batch is replayed with weights from before it, if they are kept. The code of the loss needs no replay.
         """
-        if self._has_lost_weights or facts.cause is None:
+        if self._has_lost_weights or facts.cause is None or not self._diagnoses:
             return None if batches is None else batches.diagnosis  # of optimizers that share them
         self._has_lost_weights = True
         kept = None if self._weights is None else self._weights.latest(facts.number)
@@ -610,7 +645,7 @@ class Monitor:
 
     def _is_wanted(self, cause: Cause) -> bool:
         """Return True if a step with this cause is to be diagnosed; under `castwise run` only some are."""
-        return True
+        return self._diagnoses
 
     def _note_alone(self, step: int) -> None:
         """Record once from which step on, and why, the ranks' results are not combined."""

@@ -1,0 +1,163 @@
+"""`Spike`: a loss that has left its usual range, its cause, and what a replay of its batch tells of that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from castwise._invariants.invariant import Violation
+
+IS_BACK = 2.5
+"""Sigmas, one step after a bad batch."""
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A loss that has left its usual range.
+
+    Args:
+        step: The number of the step.
+        loss: Its loss.
+        usual: The median of the losses before.
+        sigmas: How far it is above, in robust standard deviations of the logarithm.
+        cause: "written weights", "flipped bit", "learning rate", "gradient element", "batch", "data", "weights" or
+            "unknown".
+        evidence: A sentence about the cause.
+        parameters: The parameters concerned.
+        tried: What a remedy has given; empty if none was tried.
+    """
+
+    step: int
+    loss: float
+    usual: float
+    sigmas: float
+    cause: str
+    evidence: str
+    parameters: tuple[str, ...] = ()
+    tried: str = ""
+
+    def with_cause(self, cause: str, evidence: str, tried: str = "") -> Spike:
+        """Return the spike with a cause."""
+        return replace(self, cause=cause, evidence=evidence, tried=tried)
+
+    def report(self) -> Violation:
+        """Return what is reported."""
+        text = (
+            f"the loss rose to {self.loss:.4g} at step {self.step:,}, {self.sigmas:.0f} sigmas above the "
+            f"{self.usual:.4g} of the steps before. Cause: {self.cause}. {self.evidence}"
+        )
+        return Violation("loss-spike", text, f"{_LOOK[self.cause]}{self.tried}", parameters=self.parameters)
+
+
+_LOOK = {
+    "written weights": "Look for the code that writes it.",
+    "flipped bit": "Go back to the checkpoint before; if it comes back, test the memory of this machine.",
+    "learning rate": "Look at the schedule and at what sets the rate.",
+    "gradient element": "Look at the backward of that parameter, and at the memory of this machine.",
+    "batch": "Look at that batch, and leave it out.",
+    "data": "Look at what the data has from that step on.",
+    "weights": "Go back to a checkpoint from before, and lower the learning rate if it comes back.",
+    "unknown": "Look at what the report has around that step.",
+}
+
+
+@dataclass(frozen=True)
+class SpikeTrial:
+    """Losses with the weights of an earlier step, and with those of now.
+
+    Args:
+        weights_of: The earlier step.
+        loss: That of the spike's batch with its weights.
+        usual: That of earlier batches with its weights, their geometric mean.
+        usual_now: The same with the weights of now.
+    """
+
+    weights_of: int
+    loss: float
+    usual: float
+    usual_now: float
+
+    def rise(self, loss: float) -> float:
+        """Return the logarithm of a loss over the usual one; inf if it is not finite."""
+        if not math.isfinite(loss):
+            return math.inf
+        return math.log(loss / self.usual) if loss > 0.0 else -math.inf
+
+
+class Replays(Protocol):
+    """Repeats losses and gradients. Batches are the micro-batches of a step, None if they were not kept."""
+
+    def note(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> None:
+        """Note a step that is no spike."""
+
+    def of_spike(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> SpikeTrial | str:
+        """Repeat the loss of a spike; return why not if it cannot be."""
+
+    def of_next(self, trial: SpikeTrial, step: int, loss: float, batches: Any) -> float | None:
+        """Return the loss of the batch after a spike with the weights of its trial; None if it cannot be repeated."""
+
+    def gradient(self, param: torch.Tensor, batches: Any) -> torch.Tensor | None:
+        """Return a parameter's gradient by a second backward; None if it cannot be repeated."""
+
+
+class PendingSpike(NamedTuple):
+    """A spike of which the next step tells more.
+
+    Args:
+        spike: The spike.
+        trial: What a replay has given; None if there was none.
+        ruled_out: What is not the cause, and why there was no replay, in words.
+    """
+
+    spike: Spike
+    trial: SpikeTrial | None
+    ruled_out: str
+
+    def judged(self, *, is_back: bool, following: float | None) -> Spike:
+        """Return the spike with its cause.
+
+        Args:
+            is_back: Whether the loss is back.
+            following: The loss of the next batch with the weights of the trial, if it is known.
+        """
+        if self.trial is None:
+            if is_back:
+                return self.spike.with_cause("batch", f"The loss was back one step later.{self.ruled_out}")
+            evidence = "The loss was not back one step later: it is the weights, or the data from here on."
+            return self.spike.with_cause("unknown", f"{evidence}{self.ruled_out}")
+        trial, evidence = self.trial, f"{self.replayed(following)}{self.ruled_out}"
+        cause, at = self.cause_by_replay(), f"at the weights of step {trial.weights_of:,}"
+        if cause == "weights":
+            return self.spike.with_cause(cause, evidence, f" Tried: the loss is {trial.loss:.4g} {at}.")
+        if cause == "unknown":
+            return self.spike.with_cause(cause, f"{evidence} Neither the batch nor the weights alone make it.")
+        if not is_back and (following is None or trial.rise(following) >= self._least()):
+            return self.spike.with_cause("data", evidence, f" Tried: the loss is as high {at}.")
+        is_left = "The loss was back one step later." if is_back else "Its step has made the weights worse."
+        tried = "" if following is None else f" Tried: the loss of the next one is {following:.4g} {at}."
+        return self.spike.with_cause("batch", f"{is_left} {evidence}", tried)
+
+    def replayed(self, following: float | None) -> str:
+        """Return what the replay has given in words; empty if there was none."""
+        if self.trial is None:
+            return ""
+        step, now = self.trial.weights_of, self.trial.usual_now
+        more = "" if following is None else f"; the next batch: {following:.4g}"
+        losses = f"loss {self.trial.loss:.4g}, usual {self.trial.usual:.4g}{more}"
+        return f"Replayed: the batch at the weights of step {step:,}: {losses}; earlier batches now: {now:.4g}."
+
+    def cause_by_replay(self) -> str:
+        """Return "batch" (or the data from there on), "weights" or "unknown"; without a replay "unknown"."""
+        if self.trial is None:
+            return "unknown"
+        if self.trial.rise(self.trial.loss) >= self._least():
+            return "batch"
+        return "weights" if self.trial.rise(self.trial.usual_now) >= self._least() else "unknown"
+
+    def _least(self) -> float:
+        """Return how far above the usual a repeated loss is high: it explains half of the rise, and is no noise."""
+        rise = math.log(self.spike.loss / self.spike.usual)
+        return max(0.5 * rise, IS_BACK * rise / self.spike.sigmas)

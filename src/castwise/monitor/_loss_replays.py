@@ -1,0 +1,192 @@
+"""`LossReplays`: repeat losses with the weights of other steps, which tells a bad batch from bad weights."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
+
+import torch
+
+from castwise._invariants.spike import SpikeTrial
+from castwise.diagnosis._cases import OfOutput, outputs_of
+from castwise.diagnosis._earlier_weights import EVERY, EarlierWeights, WeightsOfStep
+from castwise.diagnosis._fault_search import without_autocast
+from castwise.diagnosis._loss_code import LOSS_CODE
+from castwise.diagnosis._loss_function import ModelEdge, UnknownLossError
+from castwise.diagnosis._recording import MicroBatch, MicroBatches
+from castwise.diagnosis._replay import gradients_of
+from castwise.diagnosis._trials import OutOfTimeError, TimeLimit, put_back
+
+_OLD = 4  # batches of earlier steps
+_MOST = 20  # replays of a kind in a run
+_SAME = 0.01  # of a loss that is repeated
+
+
+class _StepLoss:
+    """The micro-batches and the loss code of a step.
+
+    Args:
+        step: Its number.
+        loss: Its loss, not scaled.
+        batches: Its micro-batches.
+
+    Raises:
+        UnknownLossError: The loss cannot be repeated.
+    """
+
+    def __init__(self, step: int, loss: float, batches: MicroBatches | None) -> None:
+        self.step, self.loss = step, loss
+        if batches is None or batches.losses is None or not len(batches):
+            raise UnknownLossError("its batch was not kept")
+        self._functions, scaled = batches.losses.as_functions()
+        if not self._functions or not scaled:
+            raise UnknownLossError("its loss was not kept")
+        self._factor = loss / scaled
+        reads = {edge for function in self._functions for edge in function.reads}
+        # Without what only a diagnosis reads, which may be as large as logits.
+        self._batches = [
+            replace(batch, gradients={}, loaded=(), trials={}) for batch in batches if reads.intersection(batch.edges)
+        ]
+
+    def at(self, weights: WeightsOfStep | None, limit: TimeLimit) -> float:
+        """Return the loss with the weights of an earlier step, or those of now.
+
+        Raises:
+            UnknownLossError: What it reads was written to since.
+            OutOfTimeError: There is no time left.
+            Exception: Whatever the model or an op of the loss raises.
+        """
+        outputs: dict[ModelEdge, torch.Tensor] = {}
+        with nullcontext() if weights is None else weights.applied():
+            for batch in self._batches:
+                outputs |= _outputs_again(batch, limit)
+        with without_autocast(self._batches[0].model, []) if self._batches else nullcontext():
+            return self._factor * sum(function(outputs) for function in self._functions)
+
+
+class LossReplays:
+    """Keeps a few batches, and repeats their losses where a spike is suspected. A replay changes no state.
+
+    A loss is repeated only if that of the step whose weights are used comes out as it was. All in one process: a
+    forward may exchange tensors with other ranks.
+
+    Args:
+        weights: Copies of the weights.
+    """
+
+    def __init__(self, weights: EarlierWeights) -> None:
+        self._weights = weights
+        self._old: dict[torch.optim.Optimizer, deque[_StepLoss]] = {}
+        self._spikes = self._gradients = 0
+        LOSS_CODE.repeats += 1
+
+    def end(self) -> None:
+        """Drop all batches."""
+        LOSS_CODE.repeats -= 1
+        self._old.clear()
+
+    def note(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: MicroBatches | None) -> None:
+        """Keep the batch of a step without a spike, if the weights were copied before it, or eight steps earlier."""
+        if any(step - copied in (0, EVERY // 2) for copied in self._weights.steps):
+            with suppress(UnknownLossError):
+                self._old.setdefault(optimizer, deque(maxlen=_OLD)).append(_StepLoss(step, loss, batches))
+
+    def of_spike(
+        self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: MicroBatches | None
+    ) -> SpikeTrial | str:
+        """Repeat the loss of a spike and some before it; return why not if they cannot be. Holds back copies."""
+        if self._spikes >= _MOST:
+            return f"{_MOST} spikes of this run were"
+        self._spikes += 1
+        try:
+            trial = self._tried(_StepLoss(step, loss, batches), list(self._old.get(optimizer, ())))
+        except (UnknownLossError, OutOfTimeError) as why:
+            return str(why)
+        except Exception as error:
+            return f"it raised {type(error).__name__}"
+        self._weights.is_held = True
+        return trial
+
+    def of_next(self, trial: SpikeTrial, step: int, loss: float, batches: MicroBatches | None) -> float | None:
+        """Return the loss of the batch after a spike with the weights of its trial; None if it cannot be repeated."""
+        self._weights.is_held = False
+        weights = self._weights.of(trial.weights_of)
+        try:
+            return None if weights is None else _StepLoss(step, loss, batches).at(weights, TimeLimit())
+        except Exception:
+            return None
+
+    def _tried(self, spike: _StepLoss, old: Sequence[_StepLoss]) -> SpikeTrial:
+        """Repeat losses with the oldest weights of which the step's own loss is known."""
+        known = next((each for each in old if each.step in self._weights.steps and each.step < spike.step), None)
+        weights = None if known is None else self._weights.of(known.step)
+        if known is None or weights is None:
+            raise UnknownLossError("no earlier batch and weights were kept")
+        limit = TimeLimit()
+        again = known.at(weights, limit)
+        if not abs(again - known.loss) <= _SAME * abs(known.loss):
+            raise UnknownLossError(f"the loss of step {known.step:,} was {known.loss:.4g}, and repeated {again:.4g}")
+        of_batch = spike.at(weights, limit)
+        there, now = [again], [known.at(None, limit)]
+        for each in old:
+            if each is not known:
+                there.append(each.at(weights, limit))
+                now.append(each.at(None, limit))
+        usual = _mean(there)
+        if not math.isfinite(usual):
+            raise UnknownLossError(f"losses are not finite with the weights of step {known.step:,}")
+        return SpikeTrial(known.step, of_batch, usual, _mean(now))
+
+    def gradient(self, param: torch.Tensor, batches: MicroBatches | None) -> torch.Tensor | None:
+        """Return a parameter's gradient by a second backward of a step's batches; None if it cannot be repeated."""
+        if batches is None or self._gradients >= _MOST:
+            return None
+        self._gradients += 1
+        limit, total = TimeLimit(), None
+        try:
+            for batch in batches:
+                if batch.gradients:
+                    gradient = _gradient_again(batch, param, limit)
+                    total = gradient if total is None or gradient is None else total + gradient
+        except Exception:
+            return None
+        return total
+
+
+def _outputs_again(batch: MicroBatch, limit: TimeLimit) -> dict[ModelEdge, torch.Tensor]:
+    inputs, began = batch.inputs, limit.check()
+    if inputs.are_changed:
+        raise UnknownLossError("its input was written to since")
+    with put_back(batch.model, [inputs.args, inputs.kwargs]):
+        with inputs.applied(batch.model), torch.no_grad():
+            outputs = outputs_of(batch.model(*inputs.args, **inputs.kwargs))
+        limit.forward_ends(began)
+    return dict(zip(batch.edges, outputs, strict=True))
+
+
+def _gradient_again(batch: MicroBatch, param: torch.Tensor, limit: TimeLimit) -> torch.Tensor | None:
+    inputs, began = batch.inputs, limit.check()
+    if inputs.are_changed or not batch.can_be_replayed_in_full():
+        raise UnknownLossError("its input or its gradient was not kept")
+    gradients = [batch.gradients.get(place) for place in range(batch.outputs)]
+    case = OfOutput(
+        batch.model, inputs.args, inputs.kwargs, gradients, 1.0, lambda: inputs.applied(batch.model), True, True
+    )
+    with put_back(batch.model, [inputs.args, inputs.kwargs]), ExitStack() as regions:
+        with case.region():
+            ends = case.ends(batch.model(*inputs.args, **inputs.kwargs))
+        limit.forward_ends(began)
+        regions.enter_context(without_autocast(batch.model, ends))
+        return gradients_of(case.roots(ends, 1.0), [param])[0]
+
+
+def _mean(losses: Sequence[float]) -> float:
+    """Return the geometric mean; inf if one is not finite."""
+    if not all(math.isfinite(loss) for loss in losses):
+        return math.inf
+    if min(losses) <= 0.0:
+        raise UnknownLossError("a repeated loss is not above 0")
+    return math.exp(sum(map(math.log, losses)) / len(losses))
