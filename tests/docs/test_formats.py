@@ -17,7 +17,7 @@ import castwise
 from castwise._mistakes.mistake import Mistake
 from castwise.amp._checkpoint import COUNTS, KEYS
 from castwise.monitor._formats import LOW_PRECISION
-from castwise.monitor._records import InvariantRecord, MistakeRecord
+from castwise.monitor._records import InvariantRecord, MistakeRecord, NormsRecord
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "formats.md").read_text()
 
@@ -64,12 +64,15 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     found: dict[str, dict[str, Any]] = {}
     lost, alone = {"kind": "lost", "records": 1}, {"kind": "alone", "step": 1, "why": "rank 1 left"}
     invariant = InvariantRecord(1, "never-updated", "text", "remedy").to_json()
-    for record in (*lines, mistake, invariant, lost, alone, *reversed(given)):  # of some the file holds less
+    norms = NormsRecord(1, (-1, 0), {"weight": (0.5, 2.0)}).to_json()
+    for record in (*lines, mistake, invariant, norms, lost, alone, *reversed(given)):  # of some the file holds less
         found[record["kind"]] = found.get(record["kind"], {}) | record
     return found
 
 
-@pytest.mark.parametrize("kind", ["run", "step", "sample", "diagnosis", "mistake", "invariant", "lost", "alone", "end"])
+@pytest.mark.parametrize(
+    "kind", ["run", "step", "sample", "diagnosis", "mistake", "invariant", "norms", "lost", "alone", "end"]
+)
 def test_a_record_has_exactly_the_keys_that_are_documented(kind: str, records: dict[str, dict[str, Any]]) -> None:
     assert documented(f"`{kind}`") == set(records[kind])
 

@@ -108,9 +108,15 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_the_cause_of_a_spike_is_named(cause: str) -> None:
-    (spike,) = Training(cause).broken("loss-spike")
+    training = Training(cause)
+    (spike,) = training.broken("loss-spike")
     assert f"Cause: {cause}. {CAUSES[cause]}" in spike["text"]
     assert spike["step"] <= FAULT + 4
+    (norms,) = [record for record in training.records if record["kind"] == "norms"]
+    first, last = norms["steps"][0], norms["steps"][-1]
+    assert (first, norms["step"] + last) == (-32, 66)
+    assert {"0.weight", "2.weight", "4.weight"} == set(norms["norms"])
+    assert all(len(each) == len(norms["steps"]) and min(each) > 0.0 for each in norms["norms"].values())
     if "Replayed: " in CAUSES[cause]:
         check_replay(spike, cause)
 
@@ -185,7 +191,7 @@ def test_only_what_would_have_been_seen_is_ruled_out(spikes: bool) -> None:
 
 def test_a_healthy_run_has_no_spike_and_no_writes() -> None:
     training = Training(steps=130)
-    assert [record for record in training.records if record["kind"] == "invariant"] == []
+    assert [record for record in training.records if record["kind"] in ("invariant", "norms")] == []
     steps = [record for record in training.records if record["kind"] == "step"]
     assert {step["lr"] for step in steps} == {0.05}
     assert all(step["loss"] is not None for step in steps)

@@ -22,13 +22,14 @@ from tests.monitor import recorded
 from tests.monitor.recorded import sample, step, write
 
 from castwise.monitor import Run
-from castwise.monitor._records import SampleRecord, StepRecord
+from castwise.monitor._records import NormsRecord, SampleRecord, StepRecord
 from castwise.report import _page as pages
 from castwise.report import write_report
 from castwise.report._downsampling import changes, extremes, in_buckets
 from castwise.report._figures.exponent_map import exponent_map
 from castwise.report._figures.losses import LossCurve, moving_average
 from castwise.report._figures.maps import FLUSH, HEADROOM, MAX_COLUMNS, heat_map
+from castwise.report._figures.norm_map import norm_map
 from castwise.report._figures.timeline import MAX_MARKS, marks, timeline
 from castwise.report._html_report import RunView, labels, short_names
 from castwise.report._plotly_script import without_unused
@@ -276,6 +277,27 @@ def test_exponents_over_the_steps_are_those_of_the_samples_at_their_scales(tmp_p
     many = [replace(last, step=step) for step in range(1000)]
     assert len((exponent_map(many, [], in_fp16=True) or {})["data"][0]["x"]) == 60
     assert exponent_map(many[:1], ["head"], in_fp16=True) is None
+
+
+def test_norms_around_spikes_are_drawn_after_the_loss_and_above_their_median_before(tmp_path: Path) -> None:
+    name = "<b>a</b>.weight"
+    first = NormsRecord(50, (-2, -1, 0, 1), {name: (1.0, 1.0, 8.0, math.inf), "b": (2.0, 2.0, 2.0, 1.0)})
+    second = NormsRecord(90, (-1, 0), {"c": (1.0, 4.0), name: (1.0, 2.0)})
+    page = page_of(tmp_path, Run(tmp_path, steps=[StepRecord(step=50, skipped=False, loss=2.0)], norms=[first, second]))
+    assert list(page.figures)[:2] == ["timeline-1", "norms-1"]
+    figure = page.figures["norms-1"]
+    (cells,) = figure["data"]
+    assert figure["rows"] == [name, "c", "b"]
+    assert cells["y"] == ["&lt;b&gt;a&lt;/b&gt;.weight", "c", "b"]
+    assert cells["text"][0] == ["48", "49", "50", "51", " ", "89", "90"]
+    assert cells["z"] == [
+        [0.0, 0.0, 3.0, None, None, 0.0, 1.0],
+        [None, None, None, None, None, 0.0, 2.0],
+        [0.0, 0.0, 0.0, -1.0, None, None, None],
+    ]
+    assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [1.5, 5.5]
+    assert "Around the spike at step 50, the gradient of <b>a</b>.weight rose most: to 23 times its median" in page.text
+    assert norm_map([]) is None
 
 
 def test_every_skip_is_in_one_mark() -> None:

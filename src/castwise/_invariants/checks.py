@@ -13,6 +13,7 @@ from torch import nn
 
 from castwise._guard import ErrorBoundary
 from castwise._invariants.equal_ranks import EqualRanks
+from castwise._invariants.gradient_norms import NormsAround
 from castwise._invariants.invariant import EVENTS, Exemptions, Violation, named
 from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
@@ -46,6 +47,7 @@ class Checks:
         optimizers: Its optimizers.
         exemptions: What is not checked.
         report: Called with what is broken, as soon as it is known.
+        report_norms: Called with norms of gradients around a spike.
         number: Returns the number of the next step in the record.
         spikes: Whether to keep what tells more of the causes of spikes: a copy of the weights, and gradients' elements.
         replays: Repeats losses of spikes; None where nothing is replayed.
@@ -59,6 +61,7 @@ class Checks:
         optimizers: list[torch.optim.Optimizer],
         exemptions: Exemptions,
         report: Callable[[Violation], object],
+        report_norms: Callable[[NormsAround], object],
         number: Callable[[], int],
         *,
         spikes: bool = False,
@@ -66,6 +69,7 @@ class Checks:
         why_not: str = "",
     ) -> None:
         self._optimizers, self._exemptions, self._report = optimizers, exemptions, report
+        self._report_norms = report_norms
         self._weights = TrainedWeights(model, parameters, optimizers)
         self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
         self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
@@ -139,6 +143,11 @@ class Checks:
             self._losses.note_written(written)
             of_writes.call(self._tell, report_of, written, copies=self._copies)
         of_losses.call(self._tell, self._losses.before_step, optimizer, self._number(), self._ids, batches)
+        of_losses.call(self._tell_norms)
+
+    def _tell_norms(self, *, is_end: bool = False) -> None:
+        for norms in self._losses.norms_due(self._ids, is_end=is_end):
+            self._report_norms(norms)
 
     def forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at a forward of the model that begins."""
@@ -154,6 +163,7 @@ class Checks:
         """Report what is known, and drop all copies."""
         self._guards[4].call(self._tell, self._ranks.end)
         self._guards[6].call(self._tell, lambda: (spike.report() for spike in self._losses.end()))
+        self._guards[6].call(self._tell_norms, is_end=True)
         self._written.stop()
         self._weights.clear()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from castwise._invariants.gradient_norms import GradientNorms, NormsAround
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.spike import IS_BACK, PendingSpike, Replays, Spike
 from castwise._invariants.written_weights import Written
@@ -88,6 +89,7 @@ class LossSpikes:
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
         self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
         self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
+        self._norms: dict[torch.optim.Optimizer, GradientNorms] = {}
         self._events: deque[tuple[int, str, str, tuple[str, ...]]] = deque(maxlen=WINDOW)
 
     def note_written(self, written: Sequence[Written]) -> None:
@@ -159,6 +161,8 @@ class LossSpikes:
             return
         is_new, losses.quiet, losses.flagged = losses.quiet <= 0, QUIET, losses.flagged + 1
         if is_new:
+            if optimizer in self._norms:
+                self._norms[optimizer].note_spike(step)
             spike = Spike(step, loss, math.exp(median(losses.usual)), sigmas, "unknown", "")
             known = self._known_cause(spike)
             if known is not None:
@@ -174,6 +178,11 @@ class LossSpikes:
                 evidence = f"The run ended before the next step.{replayed and f' {replayed}'}"
                 yield losses.pending.spike.with_cause(losses.pending.cause_by_replay(), evidence)
                 losses.pending = None
+
+    def norms_due(self, names: Any, *, is_end: bool = False) -> Iterator[NormsAround]:
+        """Yield norms of gradients around spikes, which are complete, or as far as they are known at the end."""
+        for norms in self._norms.values():
+            yield from norms.due(names, is_end=is_end)
 
     def of_norm(self, optimizer: torch.optim.Optimizer, step: int, norm: float | None) -> Iterator[Violation]:
         """Yield a note on a gradient norm far above the usual ones, without a spike; called after `step_known`."""
@@ -221,6 +230,7 @@ class LossSpikes:
         if not gradients:
             return
         norms = torch.stack(torch._foreach_norm(gradients)).tolist()
+        self._norms.setdefault(optimizer, GradientNorms()).note(step, params, norms)
         total = math.hypot(*norms)
         for param, gradient, norm in zip(params, gradients, norms, strict=True):
             # A gradient with one large element has most of the norm of all.

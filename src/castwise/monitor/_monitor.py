@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from castwise._guard import ErrorBoundary, guarded
 from castwise._invariants.checks import Checks
+from castwise._invariants.gradient_norms import NormsAround
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.loss_spikes import rate_of
 from castwise._mistakes.mistake import Mistake
@@ -38,6 +39,7 @@ from castwise.monitor._records import (
     EndRecord,
     InvariantRecord,
     MistakeRecord,
+    NormsRecord,
     Record,
     StepRecord,
 )
@@ -330,8 +332,9 @@ class Monitor:
         def number() -> int:
             return self._numbers.next
 
-        given = self._model, parameters, self._optimizers, self._exemptions, self._on_broken, number
-        return Checks(*given, spikes=self._spikes, replays=self._replays, why_not=why_not)
+        given = self._model, parameters, self._optimizers, self._exemptions
+        reports = self._on_broken, self._on_norms
+        return Checks(*given, *reports, number, spikes=self._spikes, replays=self._replays, why_not=why_not)
 
     def _make_joint(self) -> ShardedModelRanks | None:
         """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
@@ -666,6 +669,9 @@ class Monitor:
         self._write(InvariantRecord(step, broken.name, broken.text, broken.remedy, broken.severity, broken.parameters))
         if broken.severity == "warning":
             warn_or_print(f"{broken.name}: {broken.text} {broken.remedy}", RuntimeWarning)
+
+    def _on_norms(self, norms: NormsAround) -> None:
+        self._write(NormsRecord(norms.step, norms.steps, norms.norms))
 
     def _knows(self, optimizer: torch.optim.Optimizer) -> bool:
         return optimizer in self._optimizers

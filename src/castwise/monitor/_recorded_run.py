@@ -26,6 +26,7 @@ from castwise.monitor._records import (
     InvariantRecord,
     LostRecord,
     MistakeRecord,
+    NormsRecord,
     Record,
     RunRecord,
     SampleRecord,
@@ -36,7 +37,7 @@ from castwise.monitor._records import (
 if TYPE_CHECKING:
     from castwise.amp._simulation import GradientRange
 
-_Stepped = TypeVar("_Stepped", StepRecord, SampleRecord, DiagnosisRecord, InvariantRecord, AloneRecord)
+_Stepped = TypeVar("_Stepped", StepRecord, SampleRecord, DiagnosisRecord, InvariantRecord, NormsRecord, AloneRecord)
 
 
 @dataclass
@@ -54,6 +55,7 @@ class Run:
         diagnoses: Records of diagnosed skipped steps.
         mistakes: Records of mixed-precision mistakes in the script, each once.
         invariants: Records of invariants that did not hold.
+        norms: Norms of gradients around spikes of the loss.
         alone: Records of steps from which on the ranks' results are not combined, each with the reason.
         ended: Whether the monitor was detached; False while the run continues, or if it was killed.
         lost: Number of records that are missing, because the disk was full for too long.
@@ -67,6 +69,7 @@ class Run:
     diagnoses: list[DiagnosisRecord] = field(default_factory=list)
     mistakes: list[MistakeRecord] = field(default_factory=list)
     invariants: list[InvariantRecord] = field(default_factory=list)
+    norms: list[NormsRecord] = field(default_factory=list)
     alone: list[AloneRecord] = field(default_factory=list)
     ended: bool = False
     lost: int = 0
@@ -124,6 +127,7 @@ class Run:
         self.samples += _moved(later.samples, offset)
         self.diagnoses += _moved(later.diagnoses, offset)
         self.invariants += _moved(later.invariants, offset)
+        self.norms += _moved(later.norms, offset)
         self.alone += _moved(later.alone, offset)
         for mistake in later.mistakes:
             self._add(mistake)
@@ -146,6 +150,8 @@ class Run:
                 self.mistakes.append(record)
         elif isinstance(record, InvariantRecord):
             self.invariants.append(record)
+        elif isinstance(record, NormsRecord):
+            self.norms.append(record)
         elif isinstance(record, LostRecord):
             self.lost += record.records
         elif isinstance(record, AloneRecord):
@@ -154,7 +160,7 @@ class Run:
             self.ended = True
 
     def _forget_from(self, step: int) -> None:
-        for records in (self.steps, self.samples, self.diagnoses, self.invariants, self.alone):
+        for records in (self.steps, self.samples, self.diagnoses, self.invariants, self.norms, self.alone):
             while records and records[-1].step >= step:
                 records.pop()
 

@@ -636,6 +636,20 @@ class InvariantRecord(Record):
 
 
 @dataclass(frozen=True)
+class NormsRecord(Record):
+    """Norms of parameters' gradients in the steps around a spike of the loss."""
+
+    kind = "norms"
+    step: int
+    steps: tuple[Annotated[int, _integer(-(2**62))], ...]
+    norms: Mapping[str, tuple[float, ...]]
+
+    def in_file(self) -> dict[str, Any]:
+        """Return the JSON object for a file, with four digits of each norm."""
+        return {**Record.in_file(self), "norms": _rounded(self.norms)}
+
+
+@dataclass(frozen=True)
 class LostRecord(Record):
     """The number of records that could not be written."""
 
@@ -664,7 +678,7 @@ _KINDS: Mapping[str, type[Record]] = {
     cls.kind: cls
     for cls in (
         *(RunRecord, StepRecord, SampleRecord, DiagnosisRecord, MistakeRecord, InvariantRecord),
-        *(LostRecord, AloneRecord, EndRecord),
+        *(NormsRecord, LostRecord, AloneRecord, EndRecord),
     )
 }
 

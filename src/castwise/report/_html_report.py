@@ -27,6 +27,7 @@ from castwise.report._figures.exponent_map import BANDS, exponent_map
 from castwise.report._figures.histogram import ALL_MODULES, MOMENTS, histogram
 from castwise.report._figures.losses import LossCurve, drawn_how, overlaid
 from castwise.report._figures.maps import KINDS, MEASURES, heat_map
+from castwise.report._figures.norm_map import norm_caption, norm_map
 from castwise.report._figures.timeline import timeline
 from castwise.report._page import (
     MAX_NAME,
@@ -96,6 +97,8 @@ class RunView:
         figures: dict[str, Figure] = {}
         if drawn := timeline(facts, draws_loss=not shares_losses):
             figures["timeline"] = drawn
+        if norms := norm_map(run.norms):
+            figures["norms"] = norms
         if run.samples and not facts.nothing_finite:
             first = {
                 "worst": [shown(module.name) for module in worst],
@@ -256,6 +259,10 @@ class RunView:
                 gaps = f"The loss has {len(curve.gaps)} gaps; in the first, it is {curve.gaps[0].text}."
             sentences += filter(None, [gaps, "" if self.has_shared_loss else drawn_how([curve])])
         return " ".join(sentences)
+
+    def norms_caption(self) -> str:
+        """Describe the map of norms in words."""
+        return norm_caption(self.facts.run.norms)
 
     def nothing_drawn(self, gradients: bool = False) -> str:
         """Say in a line why there are no maps, or with `gradients` no histogram; "" if there are."""

@@ -17,7 +17,7 @@
     .find((form) => form.dataset.controls.split(" ").includes(name));
   const matches = (name, query) => name.toLowerCase().includes(query.trim().toLowerCase());
   const chosen = (plot, figure) => {
-    if (!figure.choices) return {};
+    if (!figure.choices) return figure.rows ? { names: figure.rows, diagnosed: new Set() } : {};
     const given = new FormData(controls(plot.dataset.figure));
     const isKey = (name) => (figure.keys ? figure.keys.includes(name) : !["search", "all"].includes(name));
     const key = [...given].filter(([name]) => isKey(name)).map(([, value]) => value).join("/");
