@@ -96,6 +96,31 @@ def test_a_constant_in_the_loss_decides_although_no_gradient_has_it() -> None:
     assert found.verdict == "identical: all gradients, weights and buffers have the same bits"
 
 
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_of_a_version_that_calls_no_backward_all_but_the_losses_is_compared(scale: float) -> None:
+    def program(calls_backward: bool, rate: float = 0.1, scale: float = 1.0) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        optimizer, loss = torch.optim.SGD(model.parameters(), rate), model(torch.rand(5, 3)).square().mean() * scale
+        if calls_backward:
+            loss.backward()
+        else:
+            for param, grad in zip(model.parameters(), torch.autograd.grad(loss, model.parameters()), strict=True):
+                param.grad = grad
+        for param in model.parameters():
+            param.grad /= scale
+        optimizer.step()
+
+    note = "losses are not compared, because only one of the two versions calls `backward`"
+    golden = record(functools.partial(program, True), 1)
+    found = check(functools.partial(program, False, scale=scale), golden)
+    assert (found.kind, found.notes) == ("identical" if scale == 1.0 else "same", (note,))
+    assert check(functools.partial(program, False, rate=0.2), golden).where == "optimizer"
+    golden = record(functools.partial(program, False), 1)
+    assert check(functools.partial(program, True, scale=scale), golden).notes == (note,)
+    assert check(functools.partial(program, False), golden).notes == ()
+
+
 def test_a_setting_decides_although_these_steps_do_not_show_it() -> None:
     def program(rate: Any = 0.1, momentum: float = 0.9) -> None:
         torch.manual_seed(0)

@@ -218,8 +218,12 @@ def _check(runs: _Runs, golden: Golden) -> CheckResult:
     if plain.steps < golden.steps:
         text = f"the program took {plain.steps} optimizer steps, and {golden.steps} were recorded"
         return CheckResult("cannot tell", f"cannot tell: {text}", notes=notes)
-    if plain.digests == golden.digests and golden.losses in ([], plain.losses) and not settings:
-        what = "losses, gradients, weights and buffers" if golden.losses else "gradients, weights and buffers"
+    calls_backward = judging.has_losses(golden.probes), judging.has_losses(plain.probes)
+    if any(calls_backward) and not all(calls_backward) and not golden.about.get("is_of_a_run"):
+        notes += ("losses are not compared, because only one of the two versions calls `backward`",)
+    compares_losses = bool(golden.losses) and all(calls_backward)
+    if plain.digests == golden.digests and not settings and not (compares_losses and plain.losses != golden.losses):
+        what = "losses, gradients, weights and buffers" if compares_losses else "gradients, weights and buffers"
         return CheckResult("identical", f"identical: all {what} have the same bits", notes=notes)
     if golden.about.get("is_of_a_run"):
         return _compared_with_a_run(runs, golden, (*notes, *settings))

@@ -228,7 +228,7 @@ def _check_header(header: dict[str, Any]) -> None:
             raise ValueError(f"it has {key} of {len(found)} steps, and must have them of {least}")
     if not all(header["settings"]):
         raise ValueError("a step has no settings of an optimizer")
-    if not all(isinstance(text, str) and text for key in ("digests", "losses") for text in header.get(key, ())):
+    if not all(isinstance(text, str) for key in ("digests", "losses") for text in header.get(key, ())):
         raise ValueError("digests and losses must be hashes")
 
 

@@ -95,6 +95,11 @@ def with_old_names(probes: Mapping[ProbeKey, Sketch], names: Mapping[str, str]) 
     }
 
 
+def has_losses(probes: Iterable[ProbeKey]) -> bool:
+    """Return True if the program calls `backward`, and not `torch.autograd.grad`, whose arguments may be anything."""
+    return any(key.kind == "loss" for key in probes)
+
+
 class Comparison:
     """A run in float64, compared with that of a golden.
 
@@ -106,9 +111,11 @@ class Comparison:
     def __init__(self, golden: Golden, now: Mapping[ProbeKey, Sketch]) -> None:
         self.golden = golden
         self._now = now
-        deciding = {key: sketch for key, sketch in golden.probes.items() if key.kind in DECIDING}
+        compares_losses = has_losses(golden.probes) and has_losses(now)
+        kinds = [kind for kind in DECIDING if kind != "loss" or compares_losses]
+        deciding = [key for key in golden.probes if key.kind in kinds]
         self.missing = [key for key in deciding if key not in now]
-        self.new = [key for key in now if key.kind in DECIDING and key not in deciding]
+        self.new = [key for key in now if key.kind in kinds and key not in golden.probes]
         all_errors = errors(now, golden.probes)
         self.left_out = sum(key in golden.left_out for key in deciding)
         self.errors = {key: error for key, error in all_errors.items() if key not in golden.left_out}

@@ -72,7 +72,7 @@ class Measurement:
         probes: The sketches, in the order in which the program computed the values.
         callers: For inputs of a module, the module whose code called it; None if the program did.
         digests: Hashes of gradients, weights and buffers after each step.
-        losses: Hashes of the losses, without the scale of a gradient scaler, before each step.
+        losses: Hashes of the losses, without the scale of a gradient scaler, before each step; "" for none.
         settings: Settings of each optimizer at each step.
         local: Relative errors of modules against float64 on their own inputs.
         dtypes: Names of the floating-point dtypes that ops returned; only of runs with random rounding.
@@ -368,7 +368,7 @@ class Recorder:
             self._store_all(step, "buffer", buffers)
             if self._hashes:
                 self.measurement.digests.append(digest_of([*grads, *params, *(x for _, x in buffers), *self._values]))
-                self.measurement.losses.append(digest_of(self._losses))
+                self.measurement.losses.append(digest_of(self._losses) if self._losses else "")
         self._values.clear()
         self._losses.clear()
         self._loss_call = None
