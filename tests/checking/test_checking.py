@@ -63,6 +63,7 @@ def test_another_function_is_found_and_named(golden: Golden, precision: str, whe
     for changes in CHANGES[where] if precision == "bf16" else CHANGES[where][:1]:
         found = verdict(golden, precision, **changes)
         assert (found.kind, found.where, found.exit_code) == ("different", where, 1), found
+        assert found.accuracy is not None
         if "lr" in changes:
             assert found.verdict == "different function: optimizer, lr 0.01 is now 0.01001 (AdamW, step 1)"
 
@@ -156,6 +157,10 @@ def test_all_models_are_compared_whichever_is_called_first_and_whichever_steps_f
     assert (found.kind, found.notes) == ("same", ())
     found = check(functools.partial(program, rate=0.2), golden)
     assert found.verdict == "different function: optimizer, lr 0.1 is now 0.2 (SGD, step 1)"
+    golden.spreads[next(iter(golden.spreads))] = 0.5
+    assert check(functools.partial(program, log=True), golden).notes == (
+        "values whose recorded error is above 0.3, so that their accuracy is not compared: 1",
+    )
 
 
 class Masked(torch.nn.Module):

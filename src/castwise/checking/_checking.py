@@ -292,6 +292,10 @@ def _judged(
         "compared": len(compared.deciding),
         "left_out": compared.left_out,
     }
+    has_skipped = bool(plain.skipped or golden.skipped)
+    if not has_skipped:
+        own = judging.own_errors(plain.probes, exact.probes)
+        facts["accuracy"] = judging.accuracy(golden, judging.with_old_names(own, names))
     if compared.is_different:
         ordered = sorted(settings, key=settings.__getitem__, reverse=True)
         return _different(runs, compared, exact, names, ordered, notes, facts)
@@ -305,11 +309,11 @@ def _judged(
         return CheckResult("cannot tell", text, notes=notes, **facts)
     if not compared.deciding:
         return CheckResult("cannot tell", "cannot tell: all values are rounding noise", notes=notes, **facts)
-    if plain.skipped or golden.skipped:
+    if has_skipped:
         text = "cannot tell: the same function, but a gradient scaler skipped steps, so accuracy cannot be compared; "
         return CheckResult("cannot tell", text + "lower its initial scale", notes=notes, **facts)
     ways: list[Way] = ["local", "compiled"] if plain.is_compiled else ["local"]
-    return _accuracy(runs, golden, judging.own_errors(plain.probes, exact.probes), ways, names, notes, facts)
+    return _accuracy(runs, golden, ways, notes, facts)
 
 
 def _different(
@@ -345,24 +349,25 @@ def _different(
 def _accuracy(
     runs: _Runs,
     golden: Golden,
-    own: dict[Any, float],
     ways: list[Way],
-    names: dict[str, str],
     notes: tuple[str, ...],
     facts: dict[str, Any],
 ) -> CheckResult:
-    own = {key: error for key, error in own.items() if key.kind in DECIDING}
-    named = {key._replace(name=names.get(key.name, key.name)): error for key, error in own.items()}
-    worst = judging.accuracy(golden, named)
+    worst = facts["accuracy"]
+    noisy = sum(max(error, golden.spreads[key]) >= judging.USABLE for key, error in golden.errors.items())
+    if noisy:
+        notes += (
+            f"values whose recorded error is above {judging.USABLE}, so that their accuracy is not compared: {noisy}",
+        )
     of_modules = [judging.accuracy_of_modules(golden, runs.run(way, steps=1).local) for way in ways]
     for found in (*of_modules, worst):
         if found is not None and not found.ratio <= found.allowed:
             where = judging.owner_of(found.value, golden.local) if found is worst else found.value
             text = f"same function, less accurate: {where}, {found.ratio:.3g} x"
-            return CheckResult("less accurate", text, where, accuracy=found, notes=notes, **facts)
+            return CheckResult("less accurate", text, where, notes=notes, **(facts | {"accuracy": found}))
     if worst is None:
         notes += ("no value is accurate enough in the golden to compare its accuracy",)
-    return CheckResult("same", "same function, as accurate", accuracy=worst, notes=notes, **facts)
+    return CheckResult("same", "same function, as accurate", notes=notes, **facts)
 
 
 def compare_ops(

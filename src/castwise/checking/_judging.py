@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from castwise.checking._golden import Golden
 from castwise.checking._recorder import DECIDING, Measurement, ProbeKey
 from castwise.checking._result import Accuracy
 from castwise.checking._sketches import Sketch, relative_error
 
+_Value = TypeVar("_Value", Sketch, float)
 SAME, DIFFERENT = 1e-10, 1e-8
 """Relative differences in float64 up to which a function is the same, and above which it is another one."""
 NOISE = 1e-10
@@ -86,8 +87,8 @@ def renamed(golden: Golden, now: Mapping[ProbeKey, Sketch]) -> dict[str, str]:
     return {b.name: a.name for a, b in pairs}
 
 
-def with_old_names(probes: Mapping[ProbeKey, Sketch], names: Mapping[str, str]) -> dict[ProbeKey, Sketch]:
-    """Return sketches with parameters named as in the golden."""
+def with_old_names(probes: Mapping[ProbeKey, _Value], names: Mapping[str, str]) -> dict[ProbeKey, _Value]:
+    """Return sketches or errors with parameters named as in the golden."""
     of_params = ("param", "arrived", "gradient", "update")
     return {
         key._replace(name=names.get(key.name, key.name)) if key.kind in of_params else key: sketch
