@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from castwise import GradScaler, Monitor
 from castwise.diagnosis._backward_calls import BACKWARD_CALLS
 from castwise.diagnosis._loss_code import LossCode
+from castwise.diagnosis._loss_graph import first_fault, nodes_of, saved_by
 
 Loss = Callable[[Tensor, Tensor, bool], Tensor]
 
@@ -364,3 +365,16 @@ def test_weights_that_the_step_has_written_are_not_blamed_later() -> None:
     found = losses.fault(of_model=False)
     assert found is not None
     assert (found.op, found.remedy) == ("aten.log", "code")
+
+
+def test_what_was_freed_since_the_forward_is_not_read() -> None:
+    """FSDP frees gathered weights, which the graph of the loss still holds."""
+    inputs, weight = (torch.full((3, 3), value, requires_grad=True) for value in (torch.inf, 0.0))
+    gathered = weight * 1.0
+    loss = torch.log(inputs @ gathered).sum()
+    nodes = nodes_of(loss, lambda number: False)
+    saved = [saved_by(node) for node in nodes]
+    gathered.untyped_storage().resize_(0)
+    found = first_fault(loss, nodes, {}, saved)
+    assert found is not None
+    assert (found.name, found.reads) == ("aten.mm", "argument")

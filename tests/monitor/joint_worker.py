@@ -20,9 +20,12 @@ import torch
 import torch.distributed as dist
 from tests.distributed.ranks import join
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
+from castwise.diagnosis._loss_graph import _is_freed
 from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import Monitor, _checked_steps, _exchange, _monitor
 from castwise.monitor._sharded_model_ranks import can_be_gathered
@@ -59,7 +62,8 @@ class Net(nn.Module):
 def made(how: str) -> Any:
     torch.manual_seed(0)
     net: Any = Net(checkpoints=how == "checkpointed")
-    low = {} if how == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    dtype = torch.float16 if how == "too large" else torch.bfloat16
+    low = {} if how == "fp32" else {"param_dtype": dtype, "reduce_dtype": torch.float32}
     for block in net.blocks:
         fully_shard(block, reshard_after_forward=how != "kept", mp_policy=MixedPrecisionPolicy(**low))
     return fully_shard(net, mp_policy=MixedPrecisionPolicy(**low, output_dtype=torch.float32))
@@ -67,7 +71,7 @@ def made(how: str) -> Any:
 
 def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str, **options: Any) -> list[float]:
     """Train, and return the weights. The fault is in step 3, on rank 1; "pending" in the last."""
-    net = made(how)
+    net, world = made(how), dist.get_world_size()
     net.raises, net.is_slow = how == "raises" and rank == 1, how == "slow" and rank == 1
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     if how == "validated":  # after which the root has all its weights
@@ -83,9 +87,11 @@ def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str,
             for part in range(2 if how == "accumulated" else 1):
                 net.set_requires_gradient_sync(how != "accumulated" or part == 1)
                 x = torch.randn(5, 8, generator=generator)
-                is_at_fault = step == (STEPS if how == "pending" else 3) and rank == 1 and part == 0
+                is_at_fault = step == (STEPS if how == "pending" else 3) and rank == world - 1 and part == 0
                 if is_at_fault and fault == "sample":
                     x[2, 4] = math.inf
+                if is_at_fault and fault == "weight":
+                    net.last.weight.to_local().detach()[0, 0] = 1e5  # finite, and inf where it is gathered in fp16
                 loss = net(x).square().mean()
                 if is_at_fault and fault == "loss":
                     loss = loss + torch.tensor(math.nan)  # and its gradients are finite
@@ -97,7 +103,7 @@ def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str,
 
 
 def main() -> None:
-    rank, _, _ = join(sys.argv)
+    rank, world, _ = join(sys.argv)
     out: dict[str, Any] = {"same": {}, "found": {}, "warned": {}}
 
     def compare(how: str, fault: str, **options: Any) -> None:
@@ -109,6 +115,16 @@ def main() -> None:
         out["found"][how] = [record for record in records if record["kind"] == "diagnosis"]
         out["warned"][how] = [str(each.message) for each in caught if each.category is RuntimeWarning]
 
+    compare("too large", "weight")
+    if world == 1:
+        gathered = torch.ones(2)
+        split = DTensor.from_local(gathered, init_device_mesh("cpu", (1,)), [Replicate()])
+        out["freed"] = [_is_freed(split)]
+        gathered.untyped_storage().resize_(0)
+        out["freed"].append(_is_freed(split))
+        print(json.dumps(out), flush=True)
+        dist.destroy_process_group()
+        return
     for how in ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left"):
         compare(how, "loss")
     compare("sample", "sample")

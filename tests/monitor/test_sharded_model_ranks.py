@@ -11,7 +11,10 @@ from torch import nn
 
 from castwise.monitor._sharded_model_ranks import can_be_gathered, can_be_replayed
 
-CASES = ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late")
+CASES = (
+    *("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late"),
+    "too large",
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +25,18 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("how", CASES)
 def test_training_has_the_same_bits_after_a_replay(how: str, ranks: list[dict[str, Any]]) -> None:
     assert [rank["same"][how] for rank in ranks] == [True, True]
+
+
+def test_a_weight_that_is_too_large_for_the_format_it_is_gathered_in_is_not_called_lost(
+    ranks: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    (alone,) = run(Path(__file__).with_name("joint_worker.py"), 1, tmp_path / "store", "")
+    for rank, row in ((alone, 0), (ranks[0], 2)):
+        found = rank["found"]["too large"][0]
+        assert (found["step"], found["summary"]) == (3, f"Last.weight is inf at ({row}, 0).")
+        assert found["advice"].startswith("FSDP2 gathers it in float16: if it is finite in fp32, use MixedPrecision")
+    assert alone["same"]["too large"]
+    assert alone["freed"] == [False, True]  # where FSDP2 gathers what tensor parallelism has split
 
 
 def test_what_is_pending_when_a_run_ends_is_not_replayed(ranks: list[dict[str, Any]]) -> None:

@@ -390,7 +390,7 @@ def _diagnosis(
         return Diagnosis(False, scale=scale, loss=loss, harmless=others)
     is_huge = fault.birth is not None and has_huge_input(fault.birth.inputs)
     row = outlying_row(case.model) if is_huge else None
-    help_ = remedy_of(fault, scale) if row is None else Help("weight", str(row))
+    help_ = remedy_of(fault, scale, case.model) if row is None else Help("weight", str(row))
     tried = try_remedy(case, fault, help_, scale, row, past)
     remedy = tried.help.remedy
     advice, code = map(in_names_of_main, (tried.help.advice, tried.help.code))

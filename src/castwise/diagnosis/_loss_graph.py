@@ -253,7 +253,7 @@ class Values:
     def __init__(
         self, nodes: Sequence[Any], outputs: Mapping[tuple[int, int], torch.Tensor], saved: Sequence[dict[str, Any]]
     ) -> None:
-        self._saved = dict(zip(nodes, saved, strict=True))
+        self._saved = {node: _with_memory(by_node) for node, by_node in zip(nodes, saved, strict=True)}
         self._outputs = outputs
         self._passed: list[torch.Tensor] = []
         self._by_edge: dict[Edge, torch.Tensor] = {}
@@ -453,6 +453,19 @@ def _saved_inputs(saved: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     for name in _saved_names(saved):
         if saved[name].is_floating_point():
             yield saved[name].detach()
+
+
+def _with_memory(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out tensors whose memory is gone, as FSDP frees gathered weights: to read one ends the process."""
+    return {name: value for name, value in saved.items() if not _is_freed(value)}
+
+
+def _is_freed(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_freed, value))
+    here = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
+    is_strided = isinstance(here, torch.Tensor) and here.layout is torch.strided and here.numel() > 0
+    return is_strided and here.untyped_storage().nbytes() == 0
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -35,15 +35,15 @@ class Help(NamedTuple):
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38}
 
 
-def remedy_of(fault: Fault, scale: float) -> Help:
-    """Return the remedy for a fault in a replay at this scale."""
+def remedy_of(fault: Fault, scale: float, model: nn.Module) -> Help:
+    """Return the remedy for a fault in a replay of a model at this scale."""
     birth = fault.birth
     if fault.is_due_to_scale:
         return _lower_scale(birth, scale, fault.tensors[0].device.type)
     if birth is None:
         return _without_birth(fault, scale)
     if birth.kind == "weight":
-        return Help("weight", f"training cannot recover from this: load a checkpoint in which {birth.name} is finite")
+        return _without_weight(birth, model)
     if birth.kind == "input":
         return Help("input", f"check where input {birth.name} comes from, and drop or repair such samples")
     if birth.kind == "outside":
@@ -63,6 +63,22 @@ def remedy_of(fault: Fault, scale: float) -> Help:
     if birth.module is None and birth.phase in {"loss", "backward"} and advice is UNKNOWN:
         return Help("code", "this op of the loss is not finite in fp32 either: check the arguments of the loss")
     return Help("code", f"this op is not finite in fp32 either: {advice}", code)
+
+
+def _without_weight(birth: Birth, model: nn.Module) -> Help:
+    checkpoint = f"load a checkpoint in which {birth.name} is finite"
+    is_low = birth.tensor is not None and birth.tensor.dtype is torch.float16
+    if is_low and torch.float16 in _dtypes_gathered_by_fsdp(model):
+        bf16 = "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        return Help(
+            "code", f"FSDP2 gathers it in float16: if it is finite in fp32, use {bf16}; if not, {checkpoint}", bf16
+        )
+    return Help("weight", f"training cannot recover from this: {checkpoint}")
+
+
+def _dtypes_gathered_by_fsdp(model: nn.Module) -> set[torch.dtype | None]:
+    policies = [policy for module in model.modules() if (policy := fsdp_mixed_precision(module)) is not None]
+    return {policy.param_dtype for policy in policies}
 
 
 def low_precision(birth: Birth) -> str:
@@ -103,8 +119,7 @@ def keep_in_float32(modules: Sequence[str], low: str, device: str) -> Help:
 
 def keep_weights_in_float32(model: nn.Module, low: str) -> Help:
     """Return what keeps the weights of a model in fp32, which are in low precision without autocast."""
-    policies = [policy for module in model.modules() if (policy := fsdp_mixed_precision(module)) is not None]
-    if any(str(policy.param_dtype) == f"torch.{low}" for policy in policies):
+    if f"torch.{low}" in map(str, _dtypes_gathered_by_fsdp(model)):
         advice = "gather the weights in fp32: MixedPrecisionPolicy(param_dtype=torch.float32)"
         return Help("float32", f"{advice}, or torch.bfloat16, which has its range" if low == "float16" else advice)
     return Help("float32", f"keep the weights in fp32, not in {low}: model.float()", "model.float()")

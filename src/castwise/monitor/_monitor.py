@@ -238,7 +238,7 @@ class Monitor:
         Raises:
             RuntimeError: The monitor is already attached.
             ValueError: `on_nonfinite="diagnose"` is set and the model is split over ranks in other ways than by
-                `fully_shard`: a replay that stops on one rank would block the others.
+                `fully_shard`: a replay that stops on one rank would block the others. FSDP1 is refused on one, too.
         """
         if self._handles:
             raise RuntimeError("this monitor is already attached: call detach() first")

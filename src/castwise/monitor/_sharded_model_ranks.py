@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from castwise._registered_hooks import hooks_of
-from castwise._torch_private import fsdp_mixed_precision
+from castwise._torch_private import fsdp_mixed_precision, is_fsdp_flattened
 from castwise._warnings import warn_or_print
 from castwise.monitor._exchange import Exchange, NoExchangeError
 from castwise.monitor._local_shards import fully_sharded, is_dtensor, is_split_over_ranks
@@ -103,12 +103,16 @@ class ShardedModelRanks:
 
 
 def can_be_replayed(model: nn.Module) -> bool:
-    """Return True if each rank can replay a batch of the model, alone or with the weights of all ranks gathered."""
-    return not is_split_over_ranks(model) or can_be_gathered(model)
+    """Return True if each rank can replay a batch of the model, alone or with the weights of all ranks gathered.
+
+    A replay may raise in the forward, which leaves hooks of FSDP half done, also on a single rank.
+    """
+    is_of_fsdp = bool(fully_sharded(model)) or any(map(is_fsdp_flattened, model.parameters()))
+    return can_be_gathered(model) if is_of_fsdp else not is_split_over_ranks(model)
 
 
 def can_be_gathered(model: nn.Module) -> bool:
-    """Return True if a model is split over ranks, and what is split are parameters, each by `fully_shard` alone.
+    """Return True if a model is split over ranks, maybe a single one, and that by `fully_shard` alone.
 
     Not with tensor parallelism, whose ops have collectives of their own, nor with FSDP1 or SyncBatchNorm, nor where
     `register_fsdp_forward_method` has wrapped other methods than `forward`.
@@ -117,8 +121,7 @@ def can_be_gathered(model: nn.Module) -> bool:
     of_units = {id(param) for unit in units for param in unit.parameters()}
     split = [param for param in model.parameters() if is_dtensor(param)]
     return (
-        is_split_over_ranks(model)
-        and bool(units)
+        bool(units)
         and all(id(param) in of_units and _is_sharded_once(param) for param in split)
         and not any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         and not any(_is_wrapped_by_fsdp(value) for unit in units for value in vars(unit).values())
