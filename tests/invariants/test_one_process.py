@@ -3,6 +3,7 @@ ones nothing is reported but notes."""
 
 from __future__ import annotations
 
+import re
 import runpy
 import warnings
 from pathlib import Path
@@ -48,3 +49,53 @@ def test_the_invariant_that_a_script_breaks_is_named_and_no_other(script: Path, 
 @pytest.mark.parametrize("script", CORRECT, ids=lambda path: path.stem)
 def test_correct_scripts_break_none(script: Path, tmp_path: Path) -> None:
     assert [record for record in broken_in(script, tmp_path) if record.severity != "note"] == []
+
+
+SAVED = """
+import torch
+
+torch.manual_seed(0)
+path, resumes, fault = {path!r}, {resumes}, {fault!r}
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+if resumes:
+    checkpoint = torch.load(path)
+    if fault != "weights":
+        model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    if fault == "averages":
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+for _ in range(6 if resumes else 200):
+    x = torch.randn(256, 8)
+    (model(x).squeeze(1) - 3.0 * x.sum(1)).square().mean().add(0.5).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if not resumes:
+    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, path)
+"""
+
+
+def test_a_run_that_resumes_continues_the_loss_and_the_averages_of_the_run_that_saved_its_file(tmp_path: Path) -> None:
+    path, script = tmp_path / "checkpoint.pt", tmp_path / "script.py"
+
+    def apart(*, resumes: bool = True, fault: str = "") -> list[str]:
+        script.write_text(SAVED.format(path=str(path), resumes=resumes, fault=fault))
+        found = broken_in(script, tmp_path / "runs", on_nonfinite="diagnose")
+        return [record.text for record in found if record.name == "resumed-apart"]
+
+    assert apart(resumes=False) == []
+    assert apart() == []
+    (recorded,) = (tmp_path / "runs").glob("*/saved_files.jsonl")
+    with recorded.open("a") as file:  # which no reader is to trust
+        file.write(
+            f'[\n{"[" * 100_000}\n{{"size": 1e999, "loss": null, "averages": {{}}, "step": 1e999}}\n{{}}\n\x00\n"'
+        )
+    (loss,) = apart(fault="weights")
+    assert re.match(r"the loss of the 3 steps up to 3 is at least \d+ sigmas above the 0\.5\d* that it was", loss)
+    assert re.search(r"when checkpoint.pt was saved, after step 200 of \d{8}-\S+\.$", loss)
+    (averages,) = apart(fault="averages")
+    assert averages.startswith("at step 1, exp_avg_sq of AdamW has the norm 0, and had ")
+    (tmp_path / "copy.pt").write_bytes(path.read_bytes())
+    path = tmp_path / "copy.pt"  # of which no run has recorded anything
+    assert apart(fault="weights") == []

@@ -21,6 +21,7 @@ from castwise._guard import ErrorBoundary, guarded
 from castwise._installation.models import Models, model_with, raw_tensors
 from castwise._installation.new_optimizers import NewOptimizers
 from castwise._installation.run_folder import RunFolder, model_folder
+from castwise._installation.saved_files import SavedFiles
 from castwise._invariants.invariant import Exemptions
 from castwise._invariants.resumed import LOADED_STATES
 from castwise._invariants.torch_calls import TORCH_CALLS
@@ -40,6 +41,7 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
+from castwise.diagnosis._trials import has_several_ranks
 from castwise.monitor._iterations import MonitoredIteration
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
@@ -103,6 +105,7 @@ class Account(Observer):
         self._shares_script = shared_script
         self.out, self._every = None if out is None else _absolute(Path(out)), every
         self._folder = None if self.out is None else RunFolder(self.out)
+        self._files = None if self.out is None or invariants is False else SavedFiles(self.out)
         self.failure = ""
         """Why nothing is recorded; empty if there was no error."""
         self.say: Callable[[str], object] = lambda text: warn_or_print(text, RuntimeWarning)
@@ -235,7 +238,23 @@ class Account(Observer):
     @guarded
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         """Note a state that an optimizer has loaded, for its next step."""
-        LOADED_STATES.note(optimizer, state_dict)
+        own = "" if self.run is None else self.run.name
+        LOADED_STATES.note(optimizer, state_dict, None if self._files is None else self._files.loaded(own))
+
+    @guarded
+    def file_read(self, path: object) -> None:
+        """Note a file, from which an optimizer's state may come."""
+        if self._files is not None:
+            self._files.read(path)
+
+    @guarded
+    def file_written(self, saved: object, path: object) -> None:
+        """Record the last step and its loss with a file, for runs that resume from it."""
+        monitors = [monitor for monitor in (reference() for reference in self._monitors) if monitor is not None]
+        if self._files is not None and self.run is not None and len(monitors) == 1 and not has_several_ranks():
+            known = monitors[0].last_step()
+            if known is not None:
+                self._files.written(self.run, saved, path, *known)
 
     @guarded
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -356,6 +375,12 @@ class _LocalMonitor(Monitor):
         """Note an object that is about to be written to a file."""
         if self._invariant_checks is not None:
             self._invariant_checks.file_saved(saved)
+
+    def last_step(self) -> tuple[int, tuple[float, float] | None] | None:
+        """Return the last step of the only optimizer, and what losses it has; None if there are several."""
+        if self._invariant_checks is None or len(self._optimizers) != 1:
+            return None
+        return self._numbers.last, self._invariant_checks.usual_loss(self._optimizers[0])
 
     def check(self, scaler: Any, recording: Recording | None, most: float, *, skips: bool, snapshots: bool) -> None:
         """Set what is done with steps with an inf or NaN, before `attach`.

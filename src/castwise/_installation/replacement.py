@@ -67,10 +67,12 @@ class Replacement:
                     self._old.append(old)
                     self._new[id(old)] = settings.applied_to(getattr(castwises, name))
                 self._places.append((vars(torchs), name, old, self._new[id(old)]))
-        self._old.append(torch.save)
-        self._new[id(torch.save)] = _observed_save(torch.save)
-        for module_of_save in (torch, torch.serialization):
-            self._places.append((vars(module_of_save), "save", torch.save, self._new[id(torch.save)]))
+        for name, observed in (("save", _observed_save), ("load", _observed_file)):
+            old = getattr(torch, name)
+            self._old.append(old)
+            self._new[id(old)] = observed(old)
+            for module_of_files in (torch, torch.serialization):
+                self._places.append((vars(module_of_files), name, old, self._new[id(old)]))
         self._settings = settings
         self._step = torch.optim.lr_scheduler.LRScheduler.step
         self._load_state_dict = torch.optim.Optimizer.load_state_dict
@@ -147,9 +149,24 @@ def _observed_save(save: Any) -> Any:
 
     @functools.wraps(save)
     def observed(*args: Any, **kwargs: Any) -> Any:
+        saved, path = args[0] if args else kwargs.get("obj"), args[1] if len(args) > 1 else kwargs.get("f")
         for observer in tuple(OBSERVERS):
-            observer.file_saved(args[0] if args else kwargs.get("obj"))
-        return save(*args, **kwargs)
+            observer.file_saved(saved)
+        save(*args, **kwargs)
+        for observer in tuple(OBSERVERS):
+            observer.file_written(saved, path)
+
+    return observed
+
+
+def _observed_file(load: Any) -> Any:
+    """Return a `torch.load` that notifies the observers."""
+
+    @functools.wraps(load)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        for observer in tuple(OBSERVERS):
+            observer.file_read(args[0] if args else kwargs.get("f"))
+        return load(*args, **kwargs)
 
     return observed
 

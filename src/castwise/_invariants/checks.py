@@ -134,6 +134,11 @@ class Checks:
         given = optimizer, step, loss, norm, batches
         self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(*given)))
         self._guards[6].call(self._tell, self._losses.of_norm, optimizer, step, norm)
+        self._guards[1].call(self._tell, LOADED_STATES.loss_known, optimizer, step, loss)
+
+    def usual_loss(self, optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
+        """Return the median of an optimizer's last losses, and the sigma of their logarithms, if they are known."""
+        return self._losses.usual(optimizer)
 
     def _look_for_spikes(self, optimizer: torch.optim.Optimizer, batches: object) -> None:
         """Look for what may be the cause of a spike, before a step."""

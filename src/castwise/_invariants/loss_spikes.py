@@ -20,11 +20,13 @@ from castwise.amp._gradients import params_of
 WINDOW, WARM, QUIET = 64, 40, 24
 """Steps that a loss is compared with, steps before the first verdict, and steps after a spike before the next."""
 LOSS_SIGMAS, NORM_SIGMAS = 6.0, 10.0
-_FLOORS = 0.02, 0.1  # of a sigma: of log loss, of log gradient norm
+FLOOR, _NORM_FLOOR = 0.02, 0.1
+"""The smallest sigma of the logarithm of losses, and of gradient norms."""
 _LOOK_BACK = 16  # steps before a spike in which its cause is looked for
 _RATES, _JUMP = 32, 1.5
 _SHARE = 0.9
 _SAME = 0.01  # of the largest element of a gradient that is computed again
+_FEWEST_LOSSES = 20  # of which another run is expected to continue the median
 _FEWEST = 100  # elements of a gradient of which one may have the whole norm
 _CPU = torch.device("cpu")
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
@@ -145,10 +147,10 @@ class LossSpikes:
             following = None
             if self._replays is not None and losses.pending.trial is not None:
                 following = self._replays.of_next(losses.pending.trial, step, loss, batches)
-            is_back = sigmas_above(value, losses.usual, _FLOORS[0]) < IS_BACK
+            is_back = sigmas_above(value, losses.usual, FLOOR) < IS_BACK
             yield losses.pending.judged(is_back=is_back, following=following)
             losses.pending = None
-        sigmas = _sigmas(value, losses.usual, _FLOORS[0], LOSS_SIGMAS)
+        sigmas = _sigmas(value, losses.usual, FLOOR, LOSS_SIGMAS)
         if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
             if losses.flagged > WINDOW:  # no spike but another regime, which is learned afresh
                 losses.usual.clear()
@@ -179,6 +181,14 @@ class LossSpikes:
                 yield losses.pending.spike.with_cause(losses.pending.cause_by_replay(), evidence)
                 losses.pending = None
 
+    def usual(self, optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
+        """Return the median of an optimizer's last losses, and the sigma of their logarithms; None of few losses."""
+        losses = self._losses.get(optimizer)
+        if losses is None or len(losses.usual) < _FEWEST_LOSSES:
+            return None
+        middle = median(losses.usual)
+        return math.exp(middle), max(_SIGMA * median(abs(each - middle) for each in losses.usual), FLOOR)
+
     def norms_due(self, names: Any, *, is_end: bool = False) -> Iterator[NormsAround]:
         """Yield norms of gradients around spikes, which are complete, or as far as they are known at the end."""
         for norms in self._norms.values():
@@ -192,7 +202,7 @@ class LossSpikes:
         losses.quiet_norm -= 1
         if max(losses.quiet, losses.quiet_norm) > 0:
             return
-        sigmas = _sigmas(math.log(norm), losses.norms, _FLOORS[1], NORM_SIGMAS)
+        sigmas = _sigmas(math.log(norm), losses.norms, _NORM_FLOOR, NORM_SIGMAS)
         if sigmas > NORM_SIGMAS:
             losses.quiet_norm = QUIET
             usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"

@@ -63,6 +63,12 @@ class Observer:
         Called while castwise is installed.
         """
 
+    def file_written(self, saved: object, path: object) -> None:
+        """An object was written with `torch.save`, while castwise is installed; the path may be a file object."""
+
+    def file_read(self, path: object) -> None:
+        """A file is about to be read with `torch.load`, while castwise is installed; the path may be a file object."""
+
     def state_loaded(self, optimizer: torch.optim.Optimizer, state_dict: Any) -> None:
         """An optimizer has loaded a state, while castwise is installed."""
 
