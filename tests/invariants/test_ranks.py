@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from castwise._digests import digest
 from castwise._invariants.board import Board
 from castwise._invariants.data_parallel import summed_in_16_bits
+from castwise._invariants.equal_ranks import EqualRanks
+from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.torch_calls import TORCH_CALLS
 
 _FIRST_SCRIPTS = {
@@ -54,6 +57,74 @@ def test_of_ranks_that_may_differ_nothing_is_said(printed: dict[str, list[Any]])
     assert len(correct) == 7
     # An average that is written into the weights is a note.
     assert [each for broken in correct.values() for each in broken if each[2] != "note"] == []
+
+
+def test_of_four_ranks_all_that_differ_are_counted() -> None:
+    of_ranks = on_ranks(4, [Path(__file__).with_name("ranks_worker.py"), "bypassed"])
+    (line,) = of_ranks[0].splitlines()
+    _, ((name, step, severity, text),) = json.loads(line)
+    assert (name, severity) == ("gradients-not-reduced", "warning")
+    assert step <= 30
+    assert re.search(r"before the step on ranks 0 and [123], and 2 more: different at step 10 \(3 more like it\)", text)
+    assert [json.loads(of_rank) for of_rank in of_ranks[1:]] == 3 * [["bypassed", []]]
+
+
+class CountedBoard(Board):
+    """A board of a rank that counts the bytes which pass through the store."""
+
+    nbytes = 0
+
+    def write(self, key: str, text: str) -> None:
+        self.nbytes += len(key) + len(text)
+        Board.write(self, key, text)
+
+    def read(self, key: str) -> str:
+        text = Board.read(self, key)
+        self.nbytes += len(key) + len(text)
+        return text
+
+
+@pytest.fixture
+def thousand_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("thousand_ranks")
+@pytest.mark.parametrize(("layers", "checks", "checked"), [(1, 3, range(1024)), (8, 12, [0, 1, 511, 512, 1023])])
+def test_of_1024_ranks_each_check_moves_and_keeps_little(
+    layers: int, checks: int, checked: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checks of all ranks, or of some for longer, run in turn on one store."""
+    store, boards, rank = dist.HashStore(), list[CountedBoard](), 0
+
+    def board(subject: str) -> CountedBoard:
+        boards.append(CountedBoard(store, rank, subject))
+        return boards[-1]
+
+    monkeypatch.setattr("castwise._invariants.equal_ranks.Board.of_all_ranks", board)
+    monkeypatch.setattr("castwise._invariants.equal_ranks.dist.get_rank", lambda: rank)
+    model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
+    optimizer = torch.optim.SGD(model.parameters())
+    given = model, lambda: dict(model.module.named_parameters()), optimizer, Exemptions()
+    watches = [EqualRanks(*given) for _ in checked]
+    found: list[Violation] = []
+    for step in [10, 20, *range(50, 550, 50)][:checks]:
+        for rank, watch in zip(checked, watches, strict=True):
+            watch.forward((torch.full((4, 2), float(rank)),), {}, is_checked=True)
+            is_apart = rank in (512, 1023) and step == 20
+            model.module[0].weight.grad = torch.full((2, 2), 2.0 if is_apart else 1.0)
+            found += [*watch.check(step), *watch.after_step(step)]
+    rank = 0
+    found += watches[0].after_step(600)
+    (broken,) = found
+    assert broken.name == "gradients-not-reduced"
+    assert "on ranks 0 and 512, and 1 more: equal at step 10, different at step 20" in broken.text
+    assert max(each.nbytes for each in boards) / checks < 600.0  # whatever the number of ranks and of parameters
+    assert max(len(watch._own) for watch in watches) <= 8
+    assert max(len(watch._batches) for watch in watches) <= checks
+    assert store.num_keys() <= 2 * len(checked) + 4
 
 
 @pytest.fixture
