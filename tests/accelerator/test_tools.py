@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,33 @@ def test_steps_whose_weights_are_kept_wait_for_nothing_newer_than_two_updates() 
         with Counted() as counted:
             train(16, 40)  # weights are kept before steps 17 and 33
     assert set(counted.waits) <= {"event"}, counted.lines
+
+
+def test_a_spike_is_replayed_and_the_steps_before_wait_for_nothing_newer_than_two_updates() -> None:
+    model, records = net().to(DEVICE), list[dict[str, Any]]()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    data = batches(60)
+
+    def train(first: int, last: int, factor: float = 1.0) -> None:
+        for batch in data[first:last]:
+            optimizer.zero_grad()
+            (loss_of(model, batch) * factor).backward()
+            optimizer.step()
+
+    monitor = castwise.Monitor(model, optimizer, every=1000, sinks=[records.append], spikes=True)
+    with warnings.catch_warnings(), monitor:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        train(0, 16)
+        with Counted() as counted:
+            train(16, 50)  # batches are kept at steps 17, 25, 33, 41 and 49
+        assert set(counted.waits) <= {"event"}, counted.lines
+        train(50, 51, 1000.0)
+        train(51, 60)
+    (spike,) = [record for record in records if record.get("name") == "loss-spike" and record["severity"] == "warning"]
+    assert "at step 51" in spike["text"]
+    assert (
+        "Cause: batch. The loss was back one step later. Replayed: the batch at the weights of step " in spike["text"]
+    )
 
 
 def test_watching_changes_no_bit() -> None:

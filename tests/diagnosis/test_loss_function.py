@@ -50,7 +50,7 @@ def repeated(code: LossCode) -> tuple[float, float]:
     recording.detach()
     (batch,), losses = batches, batches.losses
     assert losses is not None
-    (function,), _ = losses.as_functions()
+    (function,) = losses.as_functions()
     assert function.reads == set(batch.edges)
     return function({batch.edges[0]: other}), float(code(other))
 
@@ -80,10 +80,10 @@ def test_a_loss_that_a_model_returns_needs_no_code() -> None:
     first, second = batches = recording.take()
     recording.detach()
     assert batches.losses is not None
-    (half, whole), total = batches.losses.as_functions()
+    half, whole = batches.losses.as_functions()
     outputs = {first.edges[0]: torch.tensor(3.0), second.edges[0]: torch.tensor(5.0)}
     assert (half(outputs), whole(outputs)) == (1.5, 5.0)
-    assert total == pytest.approx(1.5 * float(model(torch.ones(6, 4))))
+    assert float(whole.loss) == pytest.approx(float(model(torch.ones(6, 4))))
 
 
 def test_what_is_not_known_is_admitted() -> None:

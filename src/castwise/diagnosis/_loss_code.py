@@ -108,20 +108,17 @@ class LossesOfStep:
                 return self._code.diagnosis(loss, nodes, fault, is_of_backward=True)
         return None
 
-    def as_functions(self) -> tuple[list[LossFunction], float]:
-        """Return the losses, with `LossCode.repeats` set, as functions of models' outputs, and their sum.
-
-        Waits for an accelerator.
+    def as_functions(self) -> list[LossFunction]:
+        """Return the losses, with `LossCode.repeats` set, as functions of models' outputs.
 
         Raises:
             UnknownLossError: They cannot be repeated.
         """
         outputs = _unchanged(self._outputs)
-        functions = [
+        return [
             LossFunction(each.loss, each.edge, each.nodes, list(map(_unchanged, each.saved)), outputs)
             for each in self._all
         ]
-        return functions, sum(float(each.loss) for each in self._all)
 
 
 class LossCode:

@@ -54,13 +54,16 @@ class LossFunction:
         saved: Sequence[dict[str, Any]],
         outputs: Mapping[ModelEdge, torch.Tensor],
     ) -> None:
-        self._edge = edge
+        self.loss, self._edge = loss, edge
         places = {node: place for place, node in enumerate(nodes)}
-        values = Values(nodes, outputs, saved)
         self._calls: list[_Call] = []
-        for node, of_node in zip(nodes, saved, strict=True):
-            result = values.evaluate(node, loss if node is nodes[-1] else None).output
-            self._calls.append(_call(node, of_node, places) or _sum(node, of_node, places, values, result))
+        values: Values | None = None
+        for place, (node, of_node) in enumerate(zip(nodes, saved, strict=True)):
+            call = _call(node, of_node, places)
+            if call is None:
+                values = values or _evaluated(loss, nodes, saved, outputs)
+                call = _sum(node, of_node, places, values, loss if place + 1 == len(nodes) else values.on((node, 0)))
+            self._calls.append(call)
 
     @property
     def reads(self) -> set[ModelEdge]:
@@ -107,6 +110,18 @@ def _call(node: Any, saved: Mapping[str, Any], places: Mapping[Any, int]) -> _Ca
             tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
             return _Call(overload.op, arguments, [(tensor, version(tensor)) for tensor in tensors])
     return None
+
+
+def _evaluated(
+    loss: torch.Tensor,
+    nodes: Sequence[Any],
+    saved: Sequence[dict[str, Any]],
+    outputs: Mapping[ModelEdge, torch.Tensor],
+) -> Values:
+    values = Values(nodes, outputs, saved)
+    for node in nodes:
+        values.evaluate(node, loss if node is nodes[-1] else None)
+    return values
 
 
 def _sum(

@@ -41,10 +41,9 @@ class _StepLoss:
         self.step, self.loss = step, loss
         if batches is None or batches.losses is None or not len(batches):
             raise UnknownLossError("its batch was not kept")
-        self._functions, scaled = batches.losses.as_functions()
-        if not self._functions or not scaled:
+        self._functions = batches.losses.as_functions()
+        if not self._functions:
             raise UnknownLossError("its loss was not kept")
-        self._factor = loss / scaled
         reads = {edge for function in self._functions for edge in function.reads}
         # Without what only a diagnosis reads, which may be as large as logits.
         self._batches = [
@@ -64,7 +63,9 @@ class _StepLoss:
             for batch in self._batches:
                 outputs |= _outputs_again(batch, limit)
         with without_autocast(self._batches[0].model, []) if self._batches else nullcontext():
-            return self._factor * sum(function(outputs) for function in self._functions)
+            again = sum(function(outputs) for function in self._functions)
+        scaled = sum(float(function.loss) for function in self._functions)  # as a scaler has scaled them
+        return again * self.loss / scaled if scaled else math.nan
 
 
 class LossReplays:

@@ -430,7 +430,8 @@ class Monitor:
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
             if self._weights is not None:
-                self._weights.keep(self._numbers.next, self._optimizers)
+                number = self._numbers.current(self._source.iteration, self._source.steps)
+                self._weights.keep(number, self._optimizers)
         if self._invariant_checks is not None:
             self._model_hooks.put_back()
             self._invariant_checks.before_step(optimizer, iteration.batches.get(optimizer))

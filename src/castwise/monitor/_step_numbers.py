@@ -32,6 +32,18 @@ class StepNumbers:
             raise ValueError(f"step must be an integer >= 0, got {number!r}")
         self._given = number
 
+    def current(self, iteration: int, counted: int) -> int:
+        """Return the number of the step that is about to be taken. Facts of steps before may not have arrived.
+
+        Args:
+            iteration: The scaler's iteration, after `begin`.
+            counted: The scaler's count of the steps before.
+        """
+        if self._waiting:
+            begun, number = self._waiting[-1]
+            return number + iteration - begun
+        return self.last + 1 + counted - self._counted
+
     def begin(self, iteration: int) -> None:
         """Assign a number that was set to the scaler's iteration, in which the next step runs."""
         if self._given is not None:
