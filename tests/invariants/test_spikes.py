@@ -31,6 +31,7 @@ class Training:
         between: Callable[[nn.Module, int], object] | None = None,
         *,
         has_norm: bool = False,
+        numbers_from: int = 0,
         **options: Any,
     ):
         torch.manual_seed(0)
@@ -44,10 +45,12 @@ class Training:
         options = {"spikes": True, "every": 1000} | options
         with (
             warnings.catch_warnings(record=True) as warned,
-            castwise.Monitor(self.model, self.optimizer, sinks=[self.records.append], **options),
+            castwise.Monitor(self.model, self.optimizer, sinks=[self.records.append], **options) as monitor,
         ):
             warnings.simplefilter("always")
             for step in range(1, steps + 1):
+                if numbers_from:
+                    monitor.step = numbers_from + step
                 self.step(fault, step)
                 if between is not None:
                     between(self.model, step)
@@ -119,6 +122,12 @@ def test_the_cause_of_a_spike_is_named(cause: str) -> None:
     assert all(len(each) == len(norms["steps"]) and min(each) > 0.0 for each in norms["norms"].values())
     if "Replayed: " in CAUSES[cause]:
         check_replay(spike, cause)
+
+
+def test_of_steps_with_numbers_of_the_loop_the_cause_is_named_too() -> None:
+    (spike,) = Training("written weights", numbers_from=1000).broken("loss-spike")
+    assert "at step 1,060" in spike["text"]
+    assert "Cause: written weights. 4.weight was written outside the optimizer between steps 1,059 and" in spike["text"]
 
 
 def check_replay(spike: dict[str, Any], cause: str) -> None:

@@ -144,11 +144,7 @@ class LossSpikes:
             return
         losses, value = self._losses.setdefault(optimizer, _Losses()), math.log(loss)
         if losses.pending is not None:
-            following = None
-            if self._replays is not None and losses.pending.trial is not None:
-                following = self._replays.of_next(losses.pending.trial, step, loss, batches)
-            is_back = sigmas_above(value, losses.usual, FLOOR) < IS_BACK
-            yield losses.pending.judged(is_back=is_back, following=following)
+            yield self._judged(losses.pending, losses, step, loss, batches)
             losses.pending = None
         sigmas = _sigmas(value, losses.usual, FLOOR, LOSS_SIGMAS)
         if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
@@ -233,6 +229,14 @@ class LossSpikes:
         if isinstance(trial, str):
             return PendingSpike(spike, None, f"{text} Not replayed: {trial}.")
         return PendingSpike(spike, trial, text)
+
+    def _judged(self, pending: PendingSpike, losses: _Losses, step: int, loss: float, batches: object) -> Spike:
+        """Return the spike of the step before with its cause."""
+        following = None
+        if self._replays is not None and pending.trial is not None:
+            following = self._replays.of_next(pending.trial, step, loss, batches)
+        is_back = sigmas_above(math.log(loss), losses.usual, FLOOR) < IS_BACK
+        return pending.judged(is_back=is_back, following=following)
 
     def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any, batches: object) -> None:
         params = [param for param in params_of(optimizer) if _can_look_at(param)]

@@ -329,12 +329,9 @@ class Monitor:
             return None
         parameters = partial(names.parameters, self._model)
 
-        def number() -> int:
-            return self._numbers.next
-
         given = self._model, parameters, self._optimizers, self._exemptions
         reports = self._on_broken, self._on_norms
-        return Checks(*given, *reports, number, spikes=self._spikes, replays=self._replays, why_not=why_not)
+        return Checks(*given, *reports, self._step_to_take, spikes=self._spikes, replays=self._replays, why_not=why_not)
 
     def _make_joint(self) -> ShardedModelRanks | None:
         """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
@@ -430,8 +427,7 @@ class Monitor:
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
             if self._weights is not None:
-                number = self._numbers.current(self._source.iteration, self._source.steps)
-                self._weights.keep(number, self._optimizers)
+                self._weights.keep(self._step_to_take(), self._optimizers)
         if self._invariant_checks is not None:
             self._model_hooks.put_back()
             self._invariant_checks.before_step(optimizer, iteration.batches.get(optimizer))
@@ -439,6 +435,10 @@ class Monitor:
         if iteration.sample is not None:
             iteration.sample.measure_gradients(optimizer, scale)
             iteration.sample.keep_weights(optimizer)
+
+    def _step_to_take(self) -> int:
+        """Return the number of the step that is about to be taken; facts of those before may not have arrived."""
+        return self._numbers.current(self._source.iteration, self._source.steps)
 
     def _begin(self, iteration: MonitoredIteration) -> None:
         self._finish()  # the previous iteration is over now, even if some optimizers took no part

@@ -36,9 +36,11 @@ class StepNumbers:
         """Return the number of the step that is about to be taken. Facts of steps before may not have arrived.
 
         Args:
-            iteration: The scaler's iteration, after `begin`.
+            iteration: The scaler's iteration.
             counted: The scaler's count of the steps before.
         """
+        if self._given is not None:
+            return self._given
         if self._waiting:
             begun, number = self._waiting[-1]
             return number + iteration - begun

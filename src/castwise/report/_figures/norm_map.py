@@ -60,20 +60,19 @@ def norm_map(records: Sequence[NormsRecord]) -> Figure | None:
                 "hovertemplate": "%{y}<br>step %{text}<br>2^%{z} times its median before<extra></extra>",
             }
         ],
-        "layout": {
-            "xaxis": {
-                "title": {"text": "step"},
-                "tickvals": [shape["x0"] + 0.5 for shape in shapes],
-                "ticktext": [f"{record.step:,}" for record in shown],
-                "showgrid": False,
-                "zeroline": False,
-            },
-            "yaxis": {"showgrid": False, "zeroline": False},
-            "shapes": shapes,
-            "hovermode": "closest",
-        },
+        "layout": _layout(shapes, [f"{record.step:,}" for record in shown]),
         "rows": rows,
         "height": 70 + _ROW_HEIGHT * max(len(rows), 4),
+    }
+
+
+def _layout(shapes: list[dict[str, Any]], spikes: list[str]) -> dict[str, Any]:
+    ticks = {"tickvals": [shape["x0"] + 0.5 for shape in shapes], "ticktext": spikes}
+    return {
+        "xaxis": {"title": {"text": "step"}, **ticks, "showgrid": False, "zeroline": False},
+        "yaxis": {"showgrid": False, "zeroline": False},
+        "shapes": shapes,
+        "hovermode": "closest",
     }
 
 
