@@ -145,5 +145,6 @@ def test_every_event_of_a_scaler_and_a_region_reaches_the_finders(monkeypatch: p
         scaler.get_scale()
         scaler.load_state_dict(scaler.state_dict())
         optimizer.load_state_dict(optimizer.state_dict())
-        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(model.state_dict(), file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()))
     assert events - received == {"compiled"}  # a region that torch.compile traces

@@ -93,7 +93,7 @@ class Checks:
         step = self._steps.get(optimizer, 0) + 1
         of_weights, of_state, of_mode, of_files, of_ranks, *_ = self._guards
         self._look_for_spikes(optimizer, batches)
-        of_state.call(self._tell, LOADED_STATES.stepping, optimizer, self._number())
+        of_state.call(self._tell, LOADED_STATES.stepping, optimizer, self._number)
         of_weights.call(self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
             of_weights.call(self._tell, self._weights.check_gradients, optimizer, step)
@@ -134,7 +134,8 @@ class Checks:
         given = optimizer, step, loss, norm, batches
         self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(*given)))
         self._guards[6].call(self._tell, self._losses.of_norm, optimizer, step, norm)
-        self._guards[1].call(self._tell, LOADED_STATES.loss_known, optimizer, step, loss)
+        if optimizer in LOADED_STATES.losses:
+            self._guards[1].call(self._tell, LOADED_STATES.loss_known, optimizer, step, loss)
 
     def usual_loss(self, optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
         """Return the median of an optimizer's last losses, and the sigma of their logarithms, if they are known."""
@@ -148,7 +149,8 @@ class Checks:
             self._losses.note_written(written)
             of_writes.call(self._tell, report_of, written, copies=self._copies)
         of_losses.call(self._tell, self._losses.before_step, optimizer, self._number(), self._ids, batches)
-        of_losses.call(self._tell_norms)
+        if self._copies:
+            of_losses.call(self._tell_norms)
 
     def _tell_norms(self, *, is_end: bool = False) -> None:
         for norms in self._losses.norms_due(self._ids, is_end=is_end):

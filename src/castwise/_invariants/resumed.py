@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -52,7 +52,8 @@ class LoadedStates:
 
     def __init__(self) -> None:
         self._loaded: WeakKeyDictionary[torch.optim.Optimizer, _Loaded] = WeakKeyDictionary()
-        self._losses: WeakKeyDictionary[torch.optim.Optimizer, tuple[SavedStep, list[float]]] = WeakKeyDictionary()
+        self.losses: WeakKeyDictionary[torch.optim.Optimizer, tuple[SavedStep, list[float]]] = WeakKeyDictionary()
+        """Of optimizers whose first losses are compared: what was saved, and the losses so far in sigmas above it."""
 
     def note(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any], saved: SavedStep | None = None
@@ -63,11 +64,17 @@ class LoadedStates:
             is_of_file = saved is not None and saved.states == states
             self._loaded[optimizer] = _Loaded(rate_of(optimizer), states, saved if is_of_file else None)
 
-    def stepping(self, optimizer: torch.optim.Optimizer, step: int) -> Iterator[Violation]:
-        """Yield what an optimizer's first step after it has loaded a state does not continue."""
+    def stepping(self, optimizer: torch.optim.Optimizer, number: Callable[[], int]) -> Iterator[Violation]:
+        """Yield what an optimizer's first step after it has loaded a state does not continue.
+
+        Args:
+            optimizer: The optimizer.
+            number: Returns the number of the step.
+        """
         loaded = self._loaded.pop(optimizer, None)
         if loaded is None:
             return
+        step = number()
         rate = rate_of(optimizer)
         if rate is not None and loaded.rate and not loaded.rate / _APART <= rate <= loaded.rate * _APART:
             yield Violation(
@@ -87,21 +94,21 @@ class LoadedStates:
         elif loaded.saved is not None:
             yield from _other_averages(optimizer, step, loaded.saved)
             if loaded.saved.loss is not None:
-                self._losses[optimizer] = loaded.saved, []
+                self.losses[optimizer] = loaded.saved, []
 
     def loss_known(self, optimizer: torch.optim.Optimizer, step: int, loss: float | None) -> Iterator[Violation]:
         """Yield a loss that does not continue that of the run which saved the state, known after a few steps."""
-        saved, losses = self._losses.get(optimizer, (None, []))
+        saved, losses = self.losses.get(optimizer, (None, []))
         if saved is None or saved.loss is None:
             return
         if loss is None or not loss > 0.0:
-            del self._losses[optimizer]
+            del self.losses[optimizer]
             return
         losses.append(math.log(loss / saved.loss) / max(saved.sigma, FLOOR))
         if min(losses) <= LOSS_SIGMAS:
-            del self._losses[optimizer]
+            del self.losses[optimizer]
         elif len(losses) == _LOSSES:
-            del self._losses[optimizer]
+            del self.losses[optimizer]
             yield Violation(
                 "resumed-apart",
                 f"the loss of the {_LOSSES} steps up to {step:,} is at least {min(losses):.0f} sigmas above the "

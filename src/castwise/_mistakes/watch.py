@@ -197,6 +197,7 @@ class Watch(Observer):
     # -- events: see `Observer` and `Finder` --------------------------------------------------------------------
 
     model_found, file_saved, state_loaded = map(_to_finders, ("model_found", "file_saved", "state_loaded"))
+    file_written, file_read = map(_to_finders, ("file_written", "file_read"))
     scaler_created, saving, loaded = map(_to_finders, ("scaler_created", "saving", "loaded"))
     entered, left, compiled = map(_to_finders, ("entered", "left", "compiled"))
     advanced, skipped, judged = map(_to_finders, ("advanced", "skipped", "judged"))

@@ -356,7 +356,8 @@ class Monitor:
             is_compiled_in_place or isinstance(self._model, torch.jit.ScriptModule)
         ):
             with self._guard:  # modes are checked at steps alone
-                self._model_hooks.put_on(self._model, self._forward)
+                forward = self._invariant_checks.forward if self._replays is None else self._forward
+                self._model_hooks.put_on(self._model, forward)
 
     def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if self._invariant_checks is not None and not is_replaying():
