@@ -116,6 +116,7 @@ NAMES = {
     "torch._C._current_autograd_node": "detection of recomputed forwards",
     "torch.autograd.graph.Node._sequence_nr": "detection of recomputed forwards",
     "grad_fn:_saved_": "ops of the loss in a diagnosis",
+    "grad_fn:_raw_saved_": "checkpointed functions are not called again by a diagnosis",
     "grad_fn:_sym_sizes": "ops of the loss in a diagnosis",
     "grad_fn:_input_metadata": "repeating losses of spikes",
     "torch.distributed.fsdp.fully_shard.state": "FSDP2's precision in reports",

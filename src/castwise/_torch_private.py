@@ -27,6 +27,7 @@ __all__ = [
     "NEXT_INDEX",
     "REPLICATE",
     "SAVED",
+    "SAVED_RAW",
     "SAVED_SHAPE",
     "TO_COPY",
     "UNSCALES_IN_STEP",
@@ -414,6 +415,7 @@ def leaf_running() -> torch.Tensor | None:
 # What begins the names of what an autograd node has saved, and ends those of shapes. Without them, an op of the loss is
 # named only if it can be repeated from its own arguments.
 SAVED, SAVED_SHAPE = "_saved_", "_sym_sizes"
+SAVED_RAW = "_raw_saved_"  # what holds a saved tensor, and its hooks. Without it, checkpointed functions run again
 
 
 @only_inlined

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from castwise import GradScaler, Monitor
@@ -378,3 +379,19 @@ def test_what_was_freed_since_the_forward_is_not_read() -> None:
     found = first_fault(loss, nodes, {}, saved)
     assert found is not None
     assert (found.name, found.reads) == ("aten.mm", "argument")
+
+
+def test_a_checkpointed_loss_is_not_called_again_by_watching() -> None:
+    calls = 0
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return functional.cross_entropy(logits.exp(), targets)
+
+    def checkpointed(logits: Tensor, targets: Tensor, is_bad: bool) -> Tensor:
+        return checkpoint(loss_of, logits * (torch.inf if is_bad else 1.0), targets, use_reentrant=False)
+
+    (found,) = trained(checkpointed)[:1]
+    assert found["summary"].startswith("In the loss, aten.mul reads inf, at ")
+    assert calls == 2 * 5  # in each step for the loss, and for its backward

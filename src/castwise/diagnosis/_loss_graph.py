@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from castwise._torch_private import SAVED, SAVED_SHAPE, number_of_node, results_of_node, schema_of
+from castwise._torch_private import SAVED, SAVED_RAW, SAVED_SHAPE, number_of_node, results_of_node, schema_of
 from castwise.diagnosis._op_facts import is_random, name_of
 
 LEAF = 2**63
@@ -95,22 +95,31 @@ class LossFault:
 
 
 def saved_by(node: Any) -> dict[str, Any]:
-    """Return what an autograd node has saved for its backward, by name; what can no longer be read is left out.
+    """Return what an autograd node has saved for its backward, by name.
 
-    Torch documents these attributes in its notes on the mechanics of autograd, under "Saved tensors".
+    What can no longer be read is left out, and so is what hooks have packed: to unpack a tensor of a checkpointed
+    function is to call that again. Torch documents these attributes in its notes on the mechanics of autograd, under
+    "Saved tensors".
     """
     saved, kind = {}, cast(Any, type(node))
-    for name, attribute in _saved_attributes(kind):
+    for name, attribute, holder in _saved_attributes(kind):
         try:
-            saved[name] = getattr(node, attribute)
+            held = () if holder is None else getattr(node, holder)
+            for each in held if isinstance(held, (tuple, list)) else (held,):
+                if getattr(each, "unpack_hook", None) is not None:
+                    break
+            else:
+                saved[name] = getattr(node, attribute)
         except RuntimeError:
             continue
     return saved
 
 
 @functools.cache
-def _saved_attributes(kind: Any) -> list[tuple[str, str]]:
-    return [(name.removeprefix(SAVED), name) for name in dir(kind) if name.startswith(SAVED)]
+def _saved_attributes(kind: Any) -> list[tuple[str, str, str | None]]:
+    """Return names, the attributes that have them, and those of their holders; None for what is not a tensor."""
+    names = [name.removeprefix(SAVED) for name in dir(kind) if name.startswith(SAVED)]
+    return [(name, SAVED + name, SAVED_RAW + name if hasattr(kind, SAVED_RAW + name) else None) for name in names]
 
 
 class FrozenNode:
