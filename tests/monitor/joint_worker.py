@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
-from castwise.diagnosis._loss_graph import _is_freed
+from castwise.diagnosis._loss_graph import is_freed
 from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import Monitor, _checked_steps, _exchange, _monitor
 from castwise.monitor._sharded_model_ranks import can_be_gathered
@@ -119,9 +119,14 @@ def main() -> None:
     if world == 1:
         gathered = torch.ones(2)
         split = DTensor.from_local(gathered, init_device_mesh("cpu", (1,)), [Replicate()])
-        out["freed"] = [_is_freed(split)]
+        out["freed"] = [is_freed(split)]
         gathered.untyped_storage().resize_(0)
-        out["freed"].append(_is_freed(split))
+        out["freed"].append(is_freed(split))
+        net = made("fp32")
+        out["repeats losses"] = [
+            Monitor(model, torch.optim.SGD(model.parameters(), 0.1), spikes=True)._make_replays()[0] is not None
+            for model in (net, nn.Linear(1, 1))
+        ]
         print(json.dumps(out), flush=True)
         dist.destroy_process_group()
         return

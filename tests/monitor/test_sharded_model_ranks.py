@@ -36,6 +36,7 @@ def test_a_weight_that_is_too_large_for_the_format_it_is_gathered_in_is_not_call
         assert (found["step"], found["summary"]) == (3, f"Last.weight is inf at ({row}, 0).")
         assert found["advice"].startswith("FSDP2 gathers it in float16: if it is finite in fp32, use MixedPrecision")
     assert alone["same"]["too large"]
+    assert alone["repeats losses"] == [False, True]
     assert alone["freed"] == [False, True]  # where FSDP2 gathers what tensor parallelism has split
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from castwise._torch_private import number_of_node, version
-from castwise.diagnosis._loss_graph import LEAF, Edge, Overload, Values, overloads_of, signed, takes_tensors
+from castwise.diagnosis._loss_graph import LEAF, Edge, Overload, Values, is_freed, overloads_of, signed, takes_tensors
 
 ModelEdge = tuple[int, int]
 """The number of a model's node, and the index of a tensor among its outputs."""
@@ -96,8 +96,8 @@ class LossFunction:
             return of_call[given.output] if isinstance(of_call, (tuple, list)) else of_call
 
         for call in self._calls:
-            if any(version(tensor) != counted for tensor, counted in call.versions):
-                raise UnknownLossError("what it reads was written to since")
+            if any(version(tensor) != counted or is_freed(tensor) for tensor, counted in call.versions):
+                raise UnknownLossError("what it reads was written to or freed since")
             results.append(call.op(**{name: value(given) for name, given in call.arguments.items()}))
         loss = value(_Result(len(results) - 1) if results else _Result(self._edge))
         return float(loss)

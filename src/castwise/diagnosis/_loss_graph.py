@@ -466,12 +466,12 @@ def _saved_inputs(saved: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 def _with_memory(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out tensors whose memory is gone, as FSDP frees gathered weights: to read one ends the process."""
-    return {name: value for name, value in saved.items() if not _is_freed(value)}
+    return {name: value for name, value in saved.items() if not is_freed(value)}
 
 
-def _is_freed(value: Any) -> bool:
+def is_freed(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(map(_is_freed, value))
+        return any(map(is_freed, value))
     here = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
     is_strided = isinstance(here, torch.Tensor) and here.layout is torch.strided and here.numel() > 0
     return is_strided and here.untyped_storage().nbytes() == 0

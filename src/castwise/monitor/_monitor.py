@@ -46,7 +46,7 @@ from castwise.monitor._records import (
 from castwise.monitor._run_header import run_record
 from castwise.monitor._sample import Sample, sample_record
 from castwise.monitor._scaler_steps import ScalerObserver
-from castwise.monitor._sharded_model_ranks import ShardedModelRanks, can_be_gathered, can_be_replayed
+from castwise.monitor._sharded_model_ranks import ShardedModelRanks, can_be_gathered, can_be_replayed, is_of_fsdp
 from castwise.monitor._sinks import Sink, Sinks
 from castwise.monitor._skips import PARAMETERS_NAMED, StepFault, agreed
 from castwise.monitor._step_numbers import StepNumbers
@@ -315,7 +315,7 @@ class Monitor:
         from castwise.diagnosis._trials import has_several_ranks
         from castwise.monitor._loss_replays import LossReplays
 
-        if has_several_ranks():
+        if has_several_ranks() or is_of_fsdp(self._model):
             return None, ": a forward may exchange tensors with other ranks"
         self._recording = self._recording or self._recording_for_spikes()
         self._weights = self._weights or _earlier_weights()

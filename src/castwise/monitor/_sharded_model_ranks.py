@@ -107,8 +107,12 @@ def can_be_replayed(model: nn.Module) -> bool:
 
     A replay may raise in the forward, which leaves hooks of FSDP half done, also on a single rank.
     """
-    is_of_fsdp = bool(fully_sharded(model)) or any(map(is_fsdp_flattened, model.parameters()))
-    return can_be_gathered(model) if is_of_fsdp else not is_split_over_ranks(model)
+    return can_be_gathered(model) if is_of_fsdp(model) else not is_split_over_ranks(model)
+
+
+def is_of_fsdp(model: nn.Module) -> bool:
+    """Return True if parts of a model are under FSDP, of either kind."""
+    return bool(fully_sharded(model)) or any(map(is_fsdp_flattened, model.parameters()))
 
 
 def can_be_gathered(model: nn.Module) -> bool:
