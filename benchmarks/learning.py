@@ -6,8 +6,10 @@
 Trains the demo's GPT under autocast in bf16 from the same weights on the same batches, with five seeds each: with fp32
 weights, with plain bf16 weights in linear layers, with the methods of other libraries, and with
 `castwise.MasterWeights`. All 16-bit methods keep only linear layers in bf16, so they differ only in how weights are
-stepped. Compares the final held-out loss. Libraries that are not installed are skipped. Writes
-benchmarks/results/learning-cpu.json and the table in benchmarks/README.md. Takes about ten minutes on two quiet cores.
+stepped and in how states are stored. torchao stores states of fewer than 4,096 elements in the dtype of the weight.
+Compares the final held-out loss. Libraries that are not installed are skipped. Writes
+benchmarks/results/learning-cpu.json and the table in benchmarks/README.md. Takes about fifteen minutes on two quiet
+cores.
 """
 
 from __future__ import annotations
@@ -42,17 +44,20 @@ VALIDATION_BATCHES = 16
 SIZE = Size(layers=1, heads=2, width=64, context=64, batch=8)
 BF16 = torch.bfloat16
 REFERENCE, BARE = "fp32 weights", "bf16 weights"
-SPLIT, SPLIT_LOW = "split", "split, bf16 states"
+SPLIT, SPLIT_LOW, SPLIT_8BIT = "split", "split, bf16 states", "split, 8-bit states"
 STOCHASTIC, STOCHASTIC_LOW = "stochastic", "stochastic, bf16 states"
 OPTIMI, TORCHAO = "torch-optimi: Kahan", "torchao: stochastic"
-NAMES = {REFERENCE: REFERENCE, BARE: f"{BARE}, nothing kept", OPTIMI: OPTIMI, TORCHAO: TORCHAO}
-LOW_STATES = (SPLIT_LOW, STOCHASTIC_LOW)
-PACKAGES = {OPTIMI: "torch-optimi", TORCHAO: "torchao", "AdamWScheduleFree": "schedulefree"}
+TORCHAO_8BIT, TORCHAO_8BIT_FP32 = "torchao: stochastic, 8-bit states", "torchao: fp32 weights, 8-bit states"
+PEERS = (OPTIMI, TORCHAO, TORCHAO_8BIT, TORCHAO_8BIT_FP32)
+NAMES = {REFERENCE: REFERENCE, BARE: f"{BARE}, nothing kept"} | {name: name for name in PEERS}
+LOW_STATES: dict[str, torch.dtype | str] = {SPLIT_LOW: BF16, STOCHASTIC_LOW: BF16, SPLIT_8BIT: "int8_blockwise"}
+PACKAGES = {OPTIMI: "torch-optimi", "AdamWScheduleFree": "schedulefree"} | dict.fromkeys(PEERS[1:], "torchao")
 MASTER_WEIGHTS: dict[str, dict[str, Any]] = {
     SPLIT: {},
     STOCHASTIC: {"method": "stochastic"},
     SPLIT_LOW: {},
     STOCHASTIC_LOW: {"method": "stochastic"},
+    SPLIT_8BIT: {},
 }
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-8, 0.01  # torch's for AdamW; torch-optimi has others
 Optimizers = list[torch.optim.Optimizer]
@@ -103,7 +108,7 @@ class Family:
 # Rates small enough that updates are often less than half a bf16 step, and large enough to learn in few steps. At 1e-3,
 # AdamW's default, plain bf16 weights came within 0.004 of fp32 weights (two layers, one seed).
 FAMILIES = {
-    "AdamW": Family(adamw, 3e-4, ("exp_avg", "exp_avg_sq"), (OPTIMI, TORCHAO)),
+    "AdamW": Family(adamw, 3e-4, ("exp_avg", "exp_avg_sq"), PEERS),
     "Muon": Family(muon, 3e-4, ("momentum_buffer", "exp_avg", "exp_avg_sq")),
     "Adafactor": Family(adafactor, 3e-3),
     "AdamWScheduleFree": Family(schedule_free, 1e-3, ("exp_avg_sq",)),
@@ -132,29 +137,29 @@ def optimizers_of(model: nn.Module, family: Family, method: str) -> Optimizers:
             castwise.MasterWeights(inner, model, state_dtype=low_state(inner, family, method), **MASTER_WEIGHTS[method])
             for inner in family.make(model, family.learning_rate)
         ]
-    if method != REFERENCE:
+    if method not in (REFERENCE, TORCHAO_8BIT_FP32):
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.to(BF16)
+    options = {"lr": family.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
     if method == OPTIMI:
         import optimi
 
-        options = {"lr": family.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
         return [optimi.AdamW(model.parameters(), kahan_sum=True, **options)]
-    if method == TORCHAO:
-        from torchao.optim import _AdamW
+    if method in PEERS:
+        from torchao.optim import AdamW8bit, _AdamW
 
-        options = {"lr": family.learning_rate, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
-        return [_AdamW(model.parameters(), bf16_stochastic_round=True, **options)]
+        make = _AdamW if method == TORCHAO else AdamW8bit
+        return [make(model.parameters(), bf16_stochastic_round=method != TORCHAO_8BIT_FP32, **options)]
     return family.make(model, family.learning_rate)
 
 
-def low_state(inner: torch.optim.Optimizer, family: Family, method: str) -> dict[str, torch.dtype] | None:
-    """Return the dtypes of an optimizer's bf16 states, or None."""
+def low_state(inner: torch.optim.Optimizer, family: Family, method: str) -> dict[str, Any] | None:
+    """Return the formats of an optimizer's states that are not in fp32, or None."""
     if method not in LOW_STATES:
         return None
     is_muon = isinstance(inner, torch.optim.Muon)
-    return {name: BF16 for name in family.states if (name == "momentum_buffer") == is_muon}
+    return {name: LOW_STATES[method] for name in family.states if (name == "momentum_buffer") == is_muon}
 
 
 def train(family: Family, method: str, seed: int, steps: int) -> Outcome:
@@ -202,8 +207,16 @@ def bytes_per_parameter(model: nn.Module, optimizers: Optimizers) -> float:
             total += optimizer.memory()["kept"]
         for param in params:
             values = optimizer.state[param].values() if param in optimizer.state else ()
-            total += sum(value.nbytes for value in values if isinstance(value, Tensor) and value.dim())
+            total += sum(map(_bytes, values))
     return total / number
+
+
+def _bytes(state: Any) -> int:
+    """Return the bytes of a state of a parameter; those of codes and scales for one in 8 bits, ours or torchao's."""
+    codes, scales = getattr(state, "codes", None), getattr(state, "scale", getattr(state, "scales", None))
+    if codes is not None and scales is not None:
+        return int(codes.nbytes + scales.nbytes)
+    return state.nbytes if isinstance(state, Tensor) and state.dim() else 0
 
 
 def why_not(name: str) -> str | None:

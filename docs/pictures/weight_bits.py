@@ -32,7 +32,8 @@ def gaps(optimizers: dict[str, Any]) -> Picture:
         picture.text(LEFT + 18 + 155 * place, 22, name, size=12)
     top = 50.0
     for name, result_of in optimizers.items():
-        panel(picture, top, name, {key: row for key, row in result_of["methods"].items() if "skipped" not in row})
+        drawn = {key: row for key, row in result_of["methods"].items() if "skipped" not in row and "8-bit" not in key}
+        panel(picture, top, name, drawn)  # the page has 8-bit states in its table
         top += HEIGHT + BELOW
     words = "bytes per parameter: weight, autocast's copy or extra bits, gradient, state"
     picture.text((LEFT + RIGHT) / 2, top + 6, words, anchor="middle", size=12)
