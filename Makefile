@@ -86,6 +86,7 @@ bench: .venv/.ready
 	$(BIN)/python -m benchmarks.gradient_exponents
 	$(BIN)/python -m benchmarks.ranks_apart
 	$(BIN)/python -m benchmarks.gradient_sums
+	$(BIN)/python -m benchmarks.weight_programs
 	$(BIN)/python -m benchmarks.readme
 	$(BIN)/python examples/compare_schedules.py --write
 	$(BIN)/python examples/run_notebook.py

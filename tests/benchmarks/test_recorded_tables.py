@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLES = {
     "fidelity": "fidelity-cpu",
     "learning": "learning-cpu",
+    "weight_programs": "weight_programs-cpu",
     "recipes": "recipes-cpu",
     "fault_finding": "fault_finding-cpu",
     "unscaled_faults": "unscaled_faults-cpu",
