@@ -127,6 +127,7 @@ NAMES = {
     "torch.amp._enter_autocast": "regions in exported programs",
     "torch.amp._exit_autocast": "regions in exported programs",
     "torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode": "regions in exported programs",
+    "torch.Tensor._backward_hooks": "holding hooks of gradients back while diagnosing",
     "torch.Tensor._post_accumulate_grad_hooks": "holding hooks back while diagnosing",
     "torch.nn.modules.module:_parameters": "policies, WeightCache, diagnose, compare",
     "torch.nn.modules.module:_buffers": "diagnose, compare, trace",

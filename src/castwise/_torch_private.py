@@ -65,7 +65,7 @@ __all__ = [
     "lines_traced",
     "load_compiler",
     "never_traced",
-    "no_post_accumulate_hooks",
+    "no_gradient_hooks",
     "note_stepped",
     "number_of_node",
     "on_collective",
@@ -583,14 +583,16 @@ record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_r
 
 
 @contextmanager
-def no_post_accumulate_hooks(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Remove the parameters' post-accumulate-grad hooks during the block.
+def no_gradient_hooks(params: Iterable[torch.Tensor], *, only_after: bool) -> Iterator[None]:
+    """Remove the hooks of the parameters' gradients during the block, or only those after they are accumulated.
 
-    Without the name, an optimizer in such a hook steps while a batch is replayed. (A hook that is registered to find
-    the others, as `hooks_of` does, would leave an empty table at each parameter.)
+    Without the names, hooks of the script are called while a batch is replayed, among them those in which an optimizer
+    steps. (A hook that is registered to find the others, as `hooks_of` does, would leave an empty table at each
+    parameter.)
     """
     # Autograd holds references to these dicts, so they are emptied, not replaced.
-    hooks = [(dict(found), found) for param in params if (found := getattr(param, "_post_accumulate_grad_hooks", None))]
+    tables = ["_post_accumulate_grad_hooks", *([] if only_after else ["_backward_hooks"])]
+    hooks = [(dict(found), found) for param in params for name in tables if (found := getattr(param, name, None))]
     try:
         for _, of_param in hooks:
             of_param.clear()

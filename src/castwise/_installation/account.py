@@ -41,7 +41,7 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
-from castwise.diagnosis._trials import has_several_ranks
+from castwise.diagnosis._replay import has_several_ranks
 from castwise.monitor._iterations import MonitoredIteration
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now

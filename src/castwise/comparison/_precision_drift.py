@@ -17,7 +17,7 @@ from castwise._suggestions import listed, nearest
 from castwise._torch_private import (
     is_compiled,
     is_fsdp_flattened,
-    no_post_accumulate_hooks,
+    no_gradient_hooks,
     tree_leaves,
     wraps_compiled,
 )
@@ -704,7 +704,7 @@ def _gradients(loss: torch.Tensor, params: list[torch.Tensor]) -> list[torch.Ten
     # The sharded weights of FSDP2 units are not in the graph; they get their gradients at the end of a backward.
     for param in params:
         param.grad = None
-    with no_post_accumulate_hooks(params):
+    with no_gradient_hooks(params, only_after=True):
         torch.autograd.backward(loss)
     return [param.grad for param in params]
 

@@ -25,8 +25,8 @@ from castwise.diagnosis._forward_inputs import KeptInputs
 from castwise.diagnosis._forward_state import CastingState, RandomState
 from castwise.diagnosis._op_checksums import OpChecksum, checksums_of
 from castwise.diagnosis._recording import MicroBatch
+from castwise.diagnosis._replay import has_several_ranks
 from castwise.diagnosis._tensor_file import Contents
-from castwise.diagnosis._trials import has_several_ranks
 from castwise.policy._module_rules import named_modules
 
 MOST_BYTES = 2**28

@@ -27,6 +27,7 @@ from castwise._torch_private import (
 from castwise.diagnosis import _op_facts as op_facts
 from castwise.diagnosis._fp32_rerun import involves_low_precision, ranges_in_float32
 from castwise.diagnosis._ranges import Range, has_only_minus_inf, is_all_of_its_memory, memory_of, range_of
+from castwise.diagnosis._replay import refuse_collective
 from castwise.tracing._module_of_op import ModuleOfOp
 from castwise.tracing._op_by_op import call_op
 
@@ -191,6 +192,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         self._order += 1
         self._note_node(func)
+        refuse_collective(func)
         self.has_collectives = self.has_collectives or op_facts.is_collective(func)
         written, read = op_facts.written_and_read(func, args, kwargs)
         if written:

@@ -26,7 +26,7 @@ from castwise.diagnosis._forward_inputs import ForwardInputs, KeptInputs
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES, LoadedBatch
 from castwise.diagnosis._loss_code import LOSS_CODE, LossesOfStep
 from castwise.diagnosis._loss_function import ModelEdge
-from castwise.diagnosis._replay import is_replaying
+from castwise.diagnosis._replay import is_replaying, within_training
 from castwise.diagnosis._trials import EarlierTrials, Past
 from castwise.tracing._module_hooks import ModuleHooks
 
@@ -107,17 +107,18 @@ class MicroBatch:
     ) -> Diagnosis:
         """Replay the micro-batch with the model's current weights. Remedies are also tried with those of `weights`."""
         gradients = [self.gradients.get(place) for place in range(self.outputs)]
-        diagnosis = diagnose_replay(
-            self.model,
-            self.inputs.args,
-            self.inputs.kwargs,
-            gradients,
-            scale=scale,
-            region=lambda: self.inputs.applied(self.model),
-            loss_is_finite=loss_is_finite,
-            with_backward=with_backward,
-            past=Past(self._usual_size(), self.trials, weights),
-        )
+        with within_training():
+            diagnosis = diagnose_replay(
+                self.model,
+                self.inputs.args,
+                self.inputs.kwargs,
+                gradients,
+                scale=scale,
+                region=lambda: self.inputs.applied(self.model),
+                loss_is_finite=loss_is_finite,
+                with_backward=with_backward,
+                past=Past(self._usual_size(), self.trials, weights),
+            )
         if diagnosis.samples:
             diagnosis = replace(diagnosis, dataset_indices=self.dataset_indices(diagnosis.samples))
         return diagnosis.named_within(self.name) if self.name else diagnosis

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from castwise._torch_private import buffers_in, no_post_accumulate_hooks, parameters_in
+from castwise._torch_private import buffers_in, children_in, no_gradient_hooks, parameters_in
 from castwise.diagnosis._forward_state import RandomState
-from castwise.diagnosis._op_facts import tensors_of
+from castwise.diagnosis._module_state import ModuleState, UnrepeatableError
+from castwise.diagnosis._op_facts import is_collective, tensors_of
 from castwise.diagnosis._ranges import memory_of
 from castwise.tracing._op_by_op import without_compiler
 
@@ -32,6 +33,7 @@ Edge = tuple[Any, int]
 
 class _Thread(threading.local):
     depth = 0
+    is_alone = is_within_training = False
 
 
 _THREAD = _Thread()
@@ -43,11 +45,37 @@ def is_replaying() -> bool:
 
 
 @contextmanager
+def within_training() -> Iterator[None]:
+    """Replay in this context what a training goes on after, and other ranks may not replay.
+
+    An UnrepeatableError ends a replay that would exchange tensors with them, or use up what the model holds.
+    """
+    before = _THREAD.is_within_training, _THREAD.is_alone
+    _THREAD.is_within_training, _THREAD.is_alone = True, has_several_ranks()
+    try:
+        yield
+    finally:
+        _THREAD.is_within_training, _THREAD.is_alone = before
+
+
+def refuse_collective(op: Any) -> None:
+    """Raise an UnrepeatableError if an op would exchange tensors with ranks that do not replay."""
+    if _THREAD.is_alone and is_collective(op):
+        raise UnrepeatableError(f"its {op.name().partition('::')[2]} needs the other ranks, which do not replay it")
+
+
+def has_several_ranks() -> bool:
+    """Return True if this process is one of several ranks."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+@contextmanager
 def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     """Restore everything that running a model in this context changes, even if it raises.
 
     That is: weights, buffers, the sets of parameters and buffers, gradients (the same tensors), training flags,
-    tensors in `arguments`, and random states.
+    tensors in `arguments`, random states, and plain attributes of modules; see `ModuleState`.
 
     Args:
         model: The model.
@@ -56,12 +84,17 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     Yields:
         The copy-on-write guard, which must be notified of all writes.
     """
-    given = tensors_of(arguments)
-    kept = tensors_of([list(model.parameters()), given])
+    state = ModuleState(model, refuses=_THREAD.is_within_training)
+    kept = tensors_of([list(model.parameters()), tensors_of(arguments), state.tensors])
     gradients = [(tensor, tensor.grad) for tensor in kept if tensor.is_leaf]
     training = [(module, module.training) for module in model.modules()]
     # A ScriptModule cannot gain or lose parameters and buffers.
-    names = [(m, dict(parameters_in(m)), dict(buffers_in(m))) for m in model.modules() if not isinstance(m, _SCRIPTED)]
+    tables = [
+        (table, dict(table))
+        for module in model.modules()
+        if not isinstance(module, _SCRIPTED)
+        for table in (parameters_in(module), buffers_in(module), children_in(module))
+    ]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     guard = CopyOnWrite(tensors_of([kept, [gradient for _, gradient in gradients]]))
     random = RandomState()
@@ -69,32 +102,35 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     try:
         with without_compiler():
             yield guard
+    except SystemExit as exit_:
+        raise UnrepeatableError("it called sys.exit") from exit_
     finally:
         _THREAD.depth -= 1
         for tensor, gradient in gradients:
             tensor.grad = gradient
         for module, was_training in training:
             module.training = was_training
-        for module, params, of_module in names:
-            _fill(parameters_in(module), params)
-            _fill(buffers_in(module), of_module)
+        for table, before in tables:
+            _fill(table, before)
+        state.restore()
         guard.put_back()
-        for buffer, before in buffers:
-            _write(buffer, before)
+        for buffer, values in buffers:
+            _write(buffer, values)
         random.restore()
 
 
 def gradients_of(roots: Sequence[Root], params: list[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return the gradients of parameters, without what their `.grad` already holds.
 
-    Callbacks after gradient accumulation do not run: no optimizers in the backward, no all-reduce of DDP.
+    Hooks after gradient accumulation do not run: no optimizers in the backward, no all-reduce of DDP. Nor do those
+    before it within a training, as they may keep something.
     """
     tensors, seeds = [tensor for tensor, _ in roots], [seed for _, seed in roots]
-    if not has_reentrant_checkpoint(tensors):
-        return list(torch.autograd.grad(tensors, params, seeds, allow_unused=True))
-    for param in params:
-        param.grad = None
-    with no_post_accumulate_hooks(params):
+    with no_gradient_hooks(params, only_after=not _THREAD.is_within_training):
+        if not has_reentrant_checkpoint(tensors):
+            return list(torch.autograd.grad(tensors, params, seeds, allow_unused=True))
+        for param in params:
+            param.grad = None
         torch.autograd.backward(tensors, seeds)
     return [param.grad for param in params]
 

@@ -25,7 +25,7 @@ from castwise.diagnosis._origins import Birth
 from castwise.diagnosis._outlying_rows import OutlyingRow
 from castwise.diagnosis._ranges import range_of
 from castwise.diagnosis._remedies import OF_REGION, Help, keep_in_float32, keep_weights_in_float32, low_precision
-from castwise.diagnosis._replay import gradients_of, unchanged
+from castwise.diagnosis._replay import gradients_of, has_several_ranks, refuse_collective, unchanged
 from castwise.policy._casting import cast_floats
 from castwise.policy._module_rules import named_modules
 from castwise.tracing._op_by_op import call_op
@@ -465,6 +465,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        refuse_collective(func)
         written, _ = written_and_read(func, args, kwargs)
         if written:
             self._before_write(written)
@@ -485,11 +486,6 @@ def _no_format_helps(birth: Birth) -> Help:
         f"no format helps: with all of the model in fp32 the batch is not finite either. Check what {birth.op} {where} "
         "reads, and the modules before it",
     )
-
-
-def has_several_ranks() -> bool:
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:

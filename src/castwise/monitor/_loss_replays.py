@@ -17,7 +17,7 @@ from castwise.diagnosis._fault_search import without_autocast
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._loss_function import ModelEdge, UnknownLossError
 from castwise.diagnosis._recording import MicroBatch, MicroBatches
-from castwise.diagnosis._replay import gradients_of
+from castwise.diagnosis._replay import gradients_of, within_training
 from castwise.diagnosis._trials import OutOfTimeError, TimeLimit, put_back
 
 _OLD = 4  # batches of earlier steps
@@ -161,7 +161,7 @@ def _outputs_again(batch: MicroBatch, limit: TimeLimit) -> dict[ModelEdge, torch
     inputs, began = batch.inputs, limit.check()
     if inputs.are_changed:
         raise UnknownLossError("its input was written to since")
-    with put_back(batch.model, [inputs.args, inputs.kwargs]):
+    with within_training(), put_back(batch.model, [inputs.args, inputs.kwargs]):
         with inputs.applied(batch.model), torch.no_grad():
             outputs = outputs_of(batch.model(*inputs.args, **inputs.kwargs))
         limit.forward_ends(began)
@@ -176,7 +176,7 @@ def _gradient_again(batch: MicroBatch, param: torch.Tensor, limit: TimeLimit) ->
     case = OfOutput(
         batch.model, inputs.args, inputs.kwargs, gradients, 1.0, lambda: inputs.applied(batch.model), True, True
     )
-    with put_back(batch.model, [inputs.args, inputs.kwargs]), ExitStack() as regions:
+    with within_training(), put_back(batch.model, [inputs.args, inputs.kwargs]), ExitStack() as regions:
         with case.region():
             ends = case.ends(batch.model(*inputs.args, **inputs.kwargs))
         limit.forward_ends(began)

@@ -25,7 +25,7 @@ from castwise._torch_private import is_compiled, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._outcomes import Cause, StepFacts
-from castwise.diagnosis._replay import is_replaying
+from castwise.diagnosis._replay import has_several_ranks, is_replaying
 from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
@@ -312,7 +312,6 @@ class Monitor:
         """Return what repeats losses of spikes, and keep what it needs; or None and why nothing is repeated."""
         if not self._spikes:
             return None, ". --spikes also looks at gradients, and at weights before each step, and repeats losses"
-        from castwise.diagnosis._trials import has_several_ranks
         from castwise.monitor._loss_replays import LossReplays
 
         if has_several_ranks() or is_of_fsdp(self._model):
