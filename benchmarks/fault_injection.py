@@ -54,6 +54,7 @@ NOT_TRIED = {
     "castwise._installation.replacement:_Observed.__get__",
     "castwise._installation.replacement:_observed_save.observed",
     "castwise._installation.replacement:_observed_load.observed",
+    "castwise._installation.replacement:_observed_file.observed",
 }
 
 # Functions that once ended runs, in each kind of door.
