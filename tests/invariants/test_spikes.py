@@ -157,7 +157,7 @@ def replayed_not(**options: Any) -> str:
 def test_where_a_loss_is_not_replayed_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = "castwise.monitor._loss_replays"
     with monkeypatch.context() as patched:
-        patched.setattr("castwise.diagnosis._trials.has_several_ranks", lambda: True)
+        patched.setattr("castwise.monitor._monitor.has_several_ranks", lambda: True)
         patched.setattr(f"{replays}.LossReplays.__init__", fail)  # no replay is even prepared
         assert replayed_not() == "a forward may exchange tensors with other ranks."
     with monkeypatch.context() as patched:

@@ -29,11 +29,13 @@ class ModuleState:
 
     Args:
         model: The model.
-        refuses: Raise an UnrepeatableError for attributes that a forward may use up: iterators and queues.
+
+    Raises:
+        UnrepeatableError: An attribute is an iterator or a queue, which a forward may use up.
     """
 
-    def __init__(self, model: nn.Module, *, refuses: bool) -> None:
-        self._refuses, self._left = refuses, _MOST
+    def __init__(self, model: nn.Module) -> None:
+        self._left = _MOST
         self.tensors: list[torch.Tensor] = []
         """Tensors among the attributes, whose values are not kept here."""
         self._put_back: list[Callable[[], object]] = []
@@ -63,7 +65,7 @@ class ModuleState:
         elif hasattr(value, "bit_generator"):  # of numpy
             bits, of_bits = value.bit_generator, value.bit_generator.state
             self._put_back.append(lambda: setattr(bits, "state", of_bits))
-        elif self._refuses and isinstance(value, (Iterator, *_QUEUES)) and not isinstance(value, io.IOBase):
+        elif isinstance(value, (Iterator, *_QUEUES)) and not isinstance(value, io.IOBase):
             raise UnrepeatableError(f"the forward may use up {name}, which is a {type(value).__name__}")
 
     def restore(self) -> None:

@@ -46,7 +46,7 @@ def is_replaying() -> bool:
 
 @contextmanager
 def within_training() -> Iterator[None]:
-    """Replay in this context what a training goes on after, and other ranks may not replay.
+    """Replay in this context what the run goes on after, and other ranks may not replay.
 
     An UnrepeatableError ends a replay that would exchange tensors with them, or use up what the model holds.
     """
@@ -75,7 +75,7 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     """Restore everything that running a model in this context changes, even if it raises.
 
     That is: weights, buffers, the sets of parameters and buffers, gradients (the same tensors), training flags,
-    tensors in `arguments`, random states, and plain attributes of modules; see `ModuleState`.
+    tensors in `arguments` and random states; `within_training`, plain attributes of modules too, see `ModuleState`.
 
     Args:
         model: The model.
@@ -84,8 +84,8 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     Yields:
         The copy-on-write guard, which must be notified of all writes.
     """
-    state = ModuleState(model, refuses=_THREAD.is_within_training)
-    kept = tensors_of([list(model.parameters()), tensors_of(arguments), state.tensors])
+    state = ModuleState(model) if _THREAD.is_within_training else None
+    kept = tensors_of([list(model.parameters()), tensors_of(arguments), [] if state is None else state.tensors])
     gradients = [(tensor, tensor.grad) for tensor in kept if tensor.is_leaf]
     training = [(module, module.training) for module in model.modules()]
     # A ScriptModule cannot gain or lose parameters and buffers.
@@ -112,7 +112,8 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
             module.training = was_training
         for table, before in tables:
             _fill(table, before)
-        state.restore()
+        if state is not None:
+            state.restore()
         guard.put_back()
         for buffer, values in buffers:
             _write(buffer, values)
@@ -123,7 +124,7 @@ def gradients_of(roots: Sequence[Root], params: list[torch.Tensor]) -> list[torc
     """Return the gradients of parameters, without what their `.grad` already holds.
 
     Hooks after gradient accumulation do not run: no optimizers in the backward, no all-reduce of DDP. Nor do those
-    before it within a training, as they may keep something.
+    before it `within_training`, as they may keep something.
     """
     tensors, seeds = [tensor for tensor, _ in roots], [seed for _, seed in roots]
     with no_gradient_hooks(params, only_after=not _THREAD.is_within_training):
