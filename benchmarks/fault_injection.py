@@ -53,8 +53,8 @@ NOT_TRIED = {
     "castwise.tracing._module_hooks:_Hook._call",
     "castwise._installation.replacement:_Observed.__get__",
     "castwise._installation.replacement:_observed_save.observed",
+    "castwise._installation.replacement:_observed_load_state_dict.observed",
     "castwise._installation.replacement:_observed_load.observed",
-    "castwise._installation.replacement:_observed_file.observed",
 }
 
 # Functions that once ended runs, in each kind of door.

@@ -6,9 +6,8 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -128,14 +127,6 @@ def test_a_model_that_draws_from_an_iterator_is_not_replayed() -> None:
     assert said == [
         "step 3 could not be diagnosed: UnrepeatableError: the forward may use up numbers, which is a range_iterator"
     ]
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank, in which collectives run."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,14 +238,6 @@ def test_what_is_not_tried_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert (found.remedy, found.tried) == ("float32", why := "untried: time ran out")
     assert found.advice.startswith("keep 1 in fp32")
     assert str(found).endswith(f"\n{why}")
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of one rank, in which collectives run."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group")

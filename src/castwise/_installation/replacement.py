@@ -67,7 +67,7 @@ class Replacement:
                     self._old.append(old)
                     self._new[id(old)] = settings.applied_to(getattr(castwises, name))
                 self._places.append((vars(torchs), name, old, self._new[id(old)]))
-        for name, observed in (("save", _observed_save), ("load", _observed_file)):
+        for name, observed in (("save", _observed_save), ("load", _observed_load)):
             old = getattr(torch, name)
             self._old.append(old)
             self._new[id(old)] = observed(old)
@@ -95,7 +95,7 @@ class Replacement:
         for namespace, key, _, new in self._places:
             namespace[key] = new
         torch.optim.lr_scheduler.LRScheduler.step = _Observed(self._step)  # type: ignore[method-assign,assignment]  # on purpose
-        torch.optim.Optimizer.load_state_dict = _observed_load(self._load_state_dict)  # type: ignore[method-assign]  # on purpose
+        torch.optim.Optimizer.load_state_dict = _observed_load_state_dict(self._load_state_dict)  # type: ignore[method-assign]  # on purpose
 
     def undo(self) -> None:
         """Restore the old values, except where a name was changed since."""
@@ -152,14 +152,15 @@ def _observed_save(save: Any) -> Any:
         saved, path = args[0] if args else kwargs.get("obj"), args[1] if len(args) > 1 else kwargs.get("f")
         for observer in tuple(OBSERVERS):
             observer.file_saved(saved)
-        save(*args, **kwargs)
+        result = save(*args, **kwargs)
         for observer in tuple(OBSERVERS):
             observer.file_written(saved, path)
+        return result
 
     return observed
 
 
-def _observed_file(load: Any) -> Any:
+def _observed_load(load: Any) -> Any:
     """Return a `torch.load` that notifies the observers."""
 
     @functools.wraps(load)
@@ -171,7 +172,7 @@ def _observed_file(load: Any) -> Any:
     return observed
 
 
-def _observed_load(load_state_dict: Any) -> Any:
+def _observed_load_state_dict(load_state_dict: Any) -> Any:
     """Return an `Optimizer.load_state_dict` that notifies the watch."""
 
     @functools.wraps(load_state_dict)

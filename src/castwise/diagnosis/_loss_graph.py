@@ -465,11 +465,12 @@ def _saved_inputs(saved: Mapping[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def _with_memory(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out tensors whose memory is gone, as FSDP frees gathered weights: to read one ends the process."""
+    """Leave out what FSDP has freed, as it does gathered weights: to read that ends the process."""
     return {name: value for name, value in saved.items() if not is_freed(value)}
 
 
 def is_freed(value: Any) -> bool:
+    """Return True for a tensor whose memory is gone, and for a list with one."""
     if isinstance(value, (tuple, list)):
         return any(map(is_freed, value))
     here = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor

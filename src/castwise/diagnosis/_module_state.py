@@ -62,7 +62,7 @@ class ModuleState:
         elif isinstance(value, random.Random):
             numbers = value.getstate()
             self._put_back.append(lambda: value.setstate(numbers))
-        elif hasattr(value, "bit_generator"):  # of numpy
+        elif hasattr(type(value), "bit_generator"):  # of numpy
             bits, of_bits = value.bit_generator, value.bit_generator.state
             self._put_back.append(lambda: setattr(bits, "state", of_bits))
         elif isinstance(value, (Iterator, *_QUEUES)) and not isinstance(value, io.IOBase):
@@ -79,7 +79,7 @@ class ModuleState:
 
 
 def _contents_of(value: Any) -> Callable[[], object]:
-    contents = value.copy()
+    contents: Any = dict(value) if isinstance(value, dict) else list(value)
 
     def put_back() -> None:
         if len(value) != len(contents) or not _is_same(value, contents):

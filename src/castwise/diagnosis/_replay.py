@@ -33,7 +33,7 @@ Edge = tuple[Any, int]
 
 class _Thread(threading.local):
     depth = 0
-    is_alone = is_within_training = False
+    is_within_training = False
 
 
 _THREAD = _Thread()
@@ -50,17 +50,16 @@ def within_training() -> Iterator[None]:
 
     An UnrepeatableError ends a replay that would exchange tensors with them, or use up what the model holds.
     """
-    before = _THREAD.is_within_training, _THREAD.is_alone
-    _THREAD.is_within_training, _THREAD.is_alone = True, has_several_ranks()
+    before, _THREAD.is_within_training = _THREAD.is_within_training, True
     try:
         yield
     finally:
-        _THREAD.is_within_training, _THREAD.is_alone = before
+        _THREAD.is_within_training = before
 
 
 def refuse_collective(op: Any) -> None:
     """Raise an UnrepeatableError if an op would exchange tensors with ranks that do not replay."""
-    if _THREAD.is_alone and is_collective(op):
+    if _THREAD.is_within_training and is_collective(op) and has_several_ranks():
         raise UnrepeatableError(f"its {op.name().partition('::')[2]} needs the other ranks, which do not replay it")
 
 
