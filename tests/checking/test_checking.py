@@ -312,19 +312,20 @@ def test_a_value_after_the_last_step_decides(steps: int) -> None:
 def test_modules_that_write_to_their_buffers_can_run_again() -> None:
     """The backward of a batch normalization refuses statistics that were written to since its forward.
 
-    A convolution refuses a bias of another dtype than its input.
+    A convolution refuses a bias of another dtype than its input. A `Sequential` inside runs once, as its modules.
     """
 
     def program(eps: float = 1e-5) -> None:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4, eps))
+        inner = torch.nn.Sequential(torch.nn.Tanh())
+        model = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4, eps), inner)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(2):
             model(torch.rand(5, 3, 2)).square().mean().backward()
             optimizer.step()
 
     golden = record(program, 2)
-    assert golden.local.keys() == {"", "0", "1"}
+    assert golden.local.keys() == {"", "0", "1", "2.0"}
     assert check(program, golden).kind == "identical"
     assert check(functools.partial(program, 1e-4), golden).where == "1, forward"
 

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 import castwise
+from castwise.checking import _convolutions
 from castwise.checking._promotion import exact_arithmetic
 
 
@@ -73,7 +74,7 @@ def test_convolutions_of_parts_of_a_batch_are_those_of_the_batch(
     layer: torch.nn.Module, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parts fit into the cache, for which the kernel of float64 is several times faster."""
-    monkeypatch.setattr("castwise.checking._promotion._COLUMNS", limit)
+    monkeypatch.setattr("castwise.checking._convolutions._COLUMNS", limit)
     layer = layer.double()
     x = torch.rand(5, 4, *[7] * (layer.weight.dim() - 2), dtype=torch.float64, requires_grad=True)
     inputs = [x, *layer.parameters()]
@@ -83,6 +84,32 @@ def test_convolutions_of_parts_of_a_batch_are_those_of_the_batch(
         (of_layer,) = torch.autograd.grad(layer(x.detach()).square().sum(), [inputs[1]])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(of_layer, expected[1], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes"),
+    [
+        (torch.nn.Conv2d(16, 17, 3, padding=1), (32, 32)),
+        (torch.nn.Conv2d(17, 16, (3, 2), padding=(2, 1), dilation=(2, 1), bias=False), (40, 41)),
+        (torch.nn.Conv1d(16, 16, 9), (1024,)),
+        (torch.nn.Conv3d(16, 16, (1, 3, 3), padding="same"), (3, 16, 32)),
+    ],
+)
+def test_convolutions_of_large_images_are_sums_of_products(
+    layer: torch.nn.Module, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, original = [], _convolutions._shifted
+    monkeypatch.setattr(_convolutions, "_shifted", lambda *args: calls.append(args) or original(*args))
+    layer = layer.double()
+    x = torch.rand(2, layer.in_channels, *sizes, dtype=torch.float64, requires_grad=True)
+    inputs, results = [x, *layer.parameters()], layer(x)
+    expected = torch.autograd.grad(results.square().sum(), inputs)
+    with exact_arithmetic():
+        found = layer(x)
+        grads = torch.autograd.grad(found.square().sum(), inputs)
+    torch.testing.assert_close(found, results, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("region", [torch.autocast, castwise.autocast])

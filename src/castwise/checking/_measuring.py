@@ -90,6 +90,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
         watches_modules=plan.way in ("exact-modules", "exact-rounded"),
         reruns=plan.way in ("local", "compiled") or (plan.way == "rounded" and plan.seed <= RERUNS),
         compiles=plan.way == "compiled",
+        sketches=plan.way not in ("local", "compiled"),
         hashes=plan.way in ("plain", "local"),
         after_step=None if rounding is None else move,
     )

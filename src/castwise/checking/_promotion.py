@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,7 +12,8 @@ from torch.nn import functional
 
 from castwise._layered_functions import LayeredFunction
 from castwise._torch_private import TorchDispatchMode, schema_of, tree_map
-from castwise.tracing._op_by_op import FUSED, call_op
+from castwise.checking._convolutions import convolution, convolution_backward
+from castwise.tracing._op_by_op import call_op
 
 WIDE = {
     dtype: torch.float64
@@ -32,7 +32,7 @@ WIDE = {
 
 _NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _HALF_TO_FLOAT = {"aten._softmax.default", "aten._log_softmax.default"}
-_COLUMNS = 600_000  # numbers of float64 that a core's cache holds
+_OF_SCALERS = ("grad_scale", "found_inf")
 _ATTENTION = "scaled_dot_product"
 _LOAD = LayeredFunction("load", torch, torch.serialization)
 # Replaced rather than caught by a TorchFunctionMode, which would cost a call of Python for each function of torch.
@@ -44,19 +44,17 @@ class _Facts(NamedTuple):
 
     Args:
         name: The op.
-        is_view: Whether it returns a view.
-        written: Positions of arguments that it writes to.
-        written_names: Their names.
+        kept: Positions of arguments that are not widened: those that it writes to, or returns a view of.
+        kept_names: Their names.
         draws: Whether it draws random numbers.
-        is_simple: Whether it is none of this, and needs nothing special: most are.
+        is_optimizer: Whether it is a fused optimizer, whose kernel takes a scale in float32 only.
     """
 
     name: str
-    is_view: bool
-    written: frozenset[int]
-    written_names: frozenset[str]
+    kept: frozenset[int]
+    kept_names: frozenset[str]
     draws: bool
-    is_simple: bool
+    is_optimizer: bool
 
 
 class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
@@ -85,42 +83,36 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         """Run one op."""
         if self._is_loading:
             return func(*args, **(kwargs or {}))
-        facts = _facts_of(func)
-        if facts.is_simple and not kwargs:
-            return func(*[_widen_any(x) for x in args])
-        args, kwargs = tuple(map(_widen_dtype, args)), {name: _widen_dtype(x) for name, x in (kwargs or {}).items()}
+        facts, kwargs = _facts_of(func), kwargs or {}
         if facts.draws:
             return _draw(func, facts, args, kwargs)
         if facts.name in _SPECIAL:
             return _SPECIAL[facts.name](*args, **kwargs)
+        if facts.is_optimizer:
+            return func(*args, **{name: narrow(x) if name in _OF_SCALERS else x for name, x in kwargs.items()})
         if facts.name in _HALF_TO_FLOAT:
             args = (args[0], args[1], False)
-        if facts.name.partition("_")[2].startswith("fused_"):
-            kwargs = {name: narrow(x) if name in ("grad_scale", "found_inf") else x for name, x in kwargs.items()}
-        elif not facts.is_view:
-            args = tuple(x if i in facts.written else _widen_all(x) for i, x in enumerate(args))
-            kwargs = {name: x if name in facts.written_names else _widen_all(x) for name, x in kwargs.items()}
-        return call_op(func, args, kwargs)
+        wide = [x if i in facts.kept else _widen_any(x) for i, x in enumerate(args)]
+        named = {name: x if name in facts.kept_names else _widen_any(x) for name, x in kwargs.items()}
+        return call_op(func, wide, named)
 
 
 @functools.cache
 def _facts_of(func: Any) -> _Facts:
-    schema = schema_of(func)
-    arguments = [] if schema is None else schema.arguments
-    written = {(i, x.name) for i, x in enumerate(arguments) if x.alias_info is not None and x.alias_info.is_write}
-    name = str(func)
-    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _ATTENTION not in name
+    schema, name = schema_of(func), str(func)
     is_view = bool(getattr(func, "is_view", False))
-    is_special = (
-        name in _SPECIAL or name in _HALF_TO_FLOAT or name in FUSED or name.partition("_")[2].startswith("fused_")
-    )
+    kept = [
+        (i, argument.name)
+        for i, argument in enumerate([] if schema is None else schema.arguments)
+        if argument.alias_info is not None and (is_view or argument.alias_info.is_write)
+    ]
+    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _ATTENTION not in name
     return _Facts(
         name,
-        is_view,
-        frozenset(i for i, _ in written),
-        frozenset(name for _, name in written),
+        frozenset(i for i, _ in kept),
+        frozenset(argument for _, argument in kept),
         draws,
-        not (is_view or written or draws or is_special),
+        name.partition("_")[2].startswith("fused_"),
     )
 
 
@@ -129,18 +121,9 @@ def widen(value: Any) -> Any:
     return value.to(WIDE[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in WIDE else value
 
 
-def _widen_all(value: Any) -> Any:
-    """Widen an argument of an op: a tensor, a list of them, or anything else."""
-    return list(map(widen, value)) if isinstance(value, (list, tuple)) else widen(value)
-
-
 def narrow(value: Any) -> Any:
     """Return a float64 tensor in float32; anything else as it is."""
     return value.to(_NARROW[value.dtype]) if isinstance(value, torch.Tensor) and value.dtype in _NARROW else value
-
-
-def _widen_dtype(value: Any) -> Any:
-    return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def _widen_any(value: Any) -> Any:
@@ -156,13 +139,15 @@ def _draw(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an op that draws random numbers in float32, and return them in float64."""
     if facts.name == "aten.native_dropout.default":
         return _native_dropout(func, *args)
-    if facts.written:  # such as normal_(): drawn into a float32 tensor, and copied
+    if facts.kept:  # such as normal_(): drawn into a float32 tensor, and copied
         if not isinstance(args[0], torch.Tensor) or args[0].dtype not in _NARROW:
             return func(*args, **kwargs)
         drawn = torch.empty_like(args[0], dtype=_NARROW[args[0].dtype])
         func(drawn, *map(narrow, args[1:]), **kwargs)
         return args[0].copy_(drawn)
-    kwargs = {name: _NARROW.get(x, x) if isinstance(x, torch.dtype) else narrow(x) for name, x in kwargs.items()}
+    kwargs = {
+        name: _NARROW.get(WIDE.get(x, x), x) if isinstance(x, torch.dtype) else narrow(x) for name, x in kwargs.items()
+    }
     schema = schema_of(func)
     if kwargs.get("dtype") is None and schema is not None and any(x.name == "dtype" for x in schema.arguments):
         is_like = bool(args) and isinstance(args[0], torch.Tensor)
@@ -201,35 +186,12 @@ def _update_scale(
     return scale.copy_(narrow_scale)
 
 
-def _samples(image: torch.Tensor, weight: torch.Tensor, stride: list[int]) -> int:
-    """Return how many samples of a batch to convolve at once.
-
-    In float64, torch's only kernel on a CPU copies all that each output reads before it multiplies. It is several times
-    slower if these copies of a batch do not fit into the cache.
-    """
-    columns = math.prod(image.shape[1:]) * math.prod(weight.shape[2:]) // math.prod(stride)
-    return max(1, _COLUMNS // max(columns, 1)) if image.device.type == "cpu" else max(1, image.shape[0])
-
-
 def _convolution(image: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
-    """Convolve some samples after the others."""
-    image, weight, bias = map(widen, (image, weight, bias))
-    parts = torch.split(image, _samples(image, weight, rest[0]))
-    results = [torch.ops.aten.convolution(part, weight, bias, *rest) for part in parts]
-    return results[0] if len(results) == 1 else torch.cat(results)
+    return convolution(*map(widen, (image, weight, bias)), *rest)
 
 
 def _convolution_backward(grad: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Any:
-    """Return the gradients of a convolution's input, weight and bias, of some samples after the others."""
-    grad, image, weight = map(widen, (grad, image, weight))
-    count = _samples(image, weight, rest[1])
-    pairs = zip(torch.split(grad, count), torch.split(image, count), strict=True)
-    results = [torch.ops.aten.convolution_backward(*pair, weight, *rest) for pair in pairs]
-    if len(results) == 1:
-        return results[0]
-    of_images, *of_params = zip(*results, strict=True)
-    of_image = None if of_images[0] is None else torch.cat(of_images)
-    return of_image, *(None if parts[0] is None else functools.reduce(torch.add, parts) for parts in of_params)
+    return convolution_backward(*map(widen, (grad, image, weight)), *rest)
 
 
 _SPECIAL: dict[str, Callable[..., Any]] = {
@@ -253,13 +215,13 @@ def exact_arithmetic() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     promotion = Promotion()
     _LOAD.add(promotion.load)
-    for convolution in _CONVOLUTIONS:
-        convolution.add(_widen_first)
+    for function in _CONVOLUTIONS:
+        function.add(_widen_first)
     try:
         with promotion:
             yield
     finally:
         _LOAD.remove(promotion.load)
-        for convolution in _CONVOLUTIONS:
-            convolution.remove(_widen_first)
+        for function in _CONVOLUTIONS:
+            function.remove(_widen_first)
         torch.set_default_dtype(before)

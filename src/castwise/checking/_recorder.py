@@ -112,6 +112,7 @@ class Recorder:
         watches_modules: Whether to sketch inputs, outputs and gradients of modules.
         reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
         compiles: Whether compiled code runs as it is: of it, only what was compiled can be watched.
+        sketches: Whether to sketch what does not depend on modules: gradients, weights and buffers.
         hashes: Whether to hash losses, gradients, weights and buffers after each step.
         after_step: Called with the weights after each step.
     """
@@ -125,6 +126,7 @@ class Recorder:
         watches_modules: bool = False,
         reruns: bool = False,
         compiles: bool = False,
+        sketches: bool = True,
         hashes: bool = True,
         after_step: Callable[[list[torch.Tensor]], None] | None = None,
     ) -> None:
@@ -132,7 +134,7 @@ class Recorder:
         self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
         self._watches_modules, self._reruns = watches_modules, reruns
         self._names_modules = names_modules or watches_modules or reruns
-        self._compiles, self._hashes = compiles, hashes
+        self._compiles, self._takes_sketches, self._hashes = compiles, sketches, hashes
         self.names = Names()
         self._places: dict[ProbeKey, float] = {}
         self._place = itertools.count()
@@ -434,6 +436,8 @@ class Recorder:
         self, step: int, kind: Kind, named: Iterable[tuple[str, torch.Tensor]], place: float | None = None
     ) -> None:
         """Store values at the end of a step; they may be computed one by one, while they are stored."""
+        if not self._takes_sketches:
+            return
         with torch.no_grad(), without_dispatch_modes():
             for name, sketch in sketches_of(named):
                 key = ProbeKey(step, kind, name)
@@ -460,7 +464,10 @@ class Recorder:
     # Modules again in float64
 
     def _wants_rerun(self, module: nn.Module, call: int) -> bool:
-        return self._reruns and self._step == 0 and call == 0 and not _has_sharded_parts(module)
+        if not self._reruns or self._step > 0 or call > 0 or _has_sharded_parts(module):
+            return False
+        # A `Sequential` inside a model computes nothing beyond its modules, unless it is compiled as one.
+        return self._compiles or not self._stack or type(module).forward is not nn.Sequential.forward
 
     def _rerun(self, module: nn.Module, name: str, args: Any, kwargs: Any, output: Any, state: torch.Tensor) -> None:
         """Compare a module's output with that of the same code in float64 on the same inputs."""
@@ -499,16 +506,16 @@ def _error(output: Any, exact: Any) -> float:
     for value, reference in pairs:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             value, reference = value.detach().double(), reference.double()
-            squares = float(reference.square().sum())
-            if not math.isfinite(squares):  # such as a mask of -inf, of which the finite part has an error
+            norm = float(torch.linalg.vector_norm(reference))
+            if not math.isfinite(norm):  # such as a mask of -inf, of which the finite part has an error
                 is_finite = reference.isfinite()
                 value, reference = value[is_finite], reference[is_finite]
-                squares = float(reference.square().sum())
-            difference += float((value - reference).square().sum())
-            size += squares
+                norm = float(torch.linalg.vector_norm(reference))
+            difference = math.hypot(difference, float(torch.linalg.vector_norm(value - reference)))
+            size = math.hypot(size, norm)
     if math.isnan(difference):
         return math.inf
-    return math.sqrt(difference / size) if size > 0 else 0.0
+    return difference / size if size > 0 else 0.0
 
 
 def _detached(value: Any) -> Any:

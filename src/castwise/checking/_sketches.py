@@ -35,6 +35,8 @@ class Sketch(NamedTuple):
 
     def folded(self, count: int) -> tuple[float, ...]:
         """Return the buckets, added up to a smaller number of them."""
+        if count == len(self.buckets):
+            return self.buckets
         width = len(self.buckets) // count
         return tuple(math.fsum(self.buckets[i * width : (i + 1) * width]) for i in range(count))
 
