@@ -1,6 +1,6 @@
 """Plant faults in small bf16 runs, and see whether castwise finds the spike of the loss and names its cause.
 
-    python -m benchmarks.planted_spikes [--seeds 2] [--healthy 300]
+    python -m benchmarks.planted_spikes [--seeds 2] [--faulty 2] [--healthy 300]
 
 A byte-level GPT and a CNN are trained in bf16 autocast, with AdamW and SGD, with and without clipping, accumulation and
 warm-up. Each fault is planted in a run of its own, which is the same as its healthy twin until then, 220 steps. Sigmas
@@ -347,7 +347,8 @@ def configs(seeds: int) -> Iterator[Config]:
 def main() -> None:
     """Plant, measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=2, help="healthy runs of each model and optimizer")
+    parser.add_argument("--faulty", type=int, help="of these, the seeds that faults are planted in; all by default")
     parser.add_argument("--healthy", type=int, default=300, help="steps of each healthy run")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -364,7 +365,8 @@ def main() -> None:
         runs, steps = runs + 1, steps + options.healthy
         alarms += sum((each["name"], each["severity"]) == ("loss-spike", "warning") for each in reported)
         alarms += sum(each["name"] == "written-weights" for each in reported)
-        branches += [branch(config, fault, state, healthy.losses) for fault in FAULTS]
+        if options.faulty is None or config.seed < options.faulty:
+            branches += [branch(config, fault, state, healthy.losses) for fault in FAULTS]
         print(config, len(branches), alarms, flush=True)
     small = [each for each in branches if each["sigmas"] < 4.0]
     found = {

@@ -12,7 +12,12 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-from castwise._torch_private import never_traced
+from castwise._torch_private import (
+    is_in_dispatch_mode,
+    is_torch_function_mode_enabled,
+    never_traced,
+    without_modes,
+)
 from castwise._warnings import warn_or_print
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -64,11 +69,15 @@ class ErrorBoundary:
         return True
 
     def call(self, door: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a door, and return its result; None if it fails or is closed."""
+        """Call a door outside the script's modes, and return its result; None if it fails or is closed."""
         if self._is_closed or (self._failures and self._failures.get(_name(door), 0) >= MOST_IN_A_ROW):
             return None
         try:
-            result = door(*args, **kwargs)
+            if is_in_dispatch_mode() or is_torch_function_mode_enabled():
+                with without_modes():
+                    result = door(*args, **kwargs)
+            else:
+                result = door(*args, **kwargs)
         except Exception as error:
             self._warn(error)
             self._count(_name(door))

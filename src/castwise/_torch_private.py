@@ -14,12 +14,13 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from castwise._warnings import warn
 
@@ -59,6 +60,7 @@ __all__ = [
     "is_dynamo_active",
     "is_forward_recorded",
     "is_fsdp_flattened",
+    "is_in_dispatch_mode",
     "is_jit_tracing",
     "is_torch_function_mode_enabled",
     "leaf_running",
@@ -87,6 +89,7 @@ __all__ = [
     "unscales_in_step",
     "version",
     "without_dispatch_modes",
+    "without_modes",
     "wraps_checkpoint",
     "wraps_compiled",
     "writes_to",
@@ -159,7 +162,10 @@ _SEE_CASTS = "dispatch modes see the casts of a WeightCache"
 without_dispatch_modes: Callable[[], Any] = _find(
     "torch.utils._python_dispatch", "_disable_current_modes", nullcontext, _SEE_CASTS
 )
-_is_in_dispatch_mode = _find("torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False, _SEE_CASTS)
+# Returns True if a dispatch mode may be active in this thread.
+is_in_dispatch_mode: Callable[[], bool] = _find(
+    "torch.utils._python_dispatch", "is_in_torch_dispatch_mode", lambda: False, _SEE_CASTS
+)
 
 # A context in which functions treat subclass tensors as plain ones.
 PlainFunctions: Any = _find(
@@ -546,6 +552,30 @@ def is_default_device(mode: Any) -> bool:
     return type(mode).__module__.startswith("torch.") and isinstance(getattr(mode, "device", None), torch.device)
 
 
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Hide ops and calls from the modes of the script, which may count them, change them or draw random numbers.
+
+    Modes of torch itself, such as the one of fake tensors, and the default device stay.
+    """
+    hidden: list[TorchFunctionMode] = []
+    with ExitStack() as stack:
+        if is_in_dispatch_mode():
+            for mode in reversed(stack.enter_context(without_dispatch_modes()) or ()):
+                if getattr(mode, "is_infra_mode", bool)():
+                    stack.enter_context(mode)
+        try:
+            for mode in reversed(function_modes()):
+                if is_default_device(mode):  # torch keeps it below all others
+                    break
+                TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]  # torch's
+                hidden.append(mode)  # by the methods of the base class: the mode's own may do more
+            yield
+        finally:
+            for mode in reversed(hidden):
+                TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]  # torch's
+
+
 _WITHOUT_REGIONS = "exported programs run without the regions of castwise"
 
 
@@ -652,7 +682,7 @@ def _is_compiled_method(value: Any, module: torch.nn.Module) -> bool:
 
 def dispatch_modes() -> list[Any]:
     """Return the active `TorchDispatchMode`s of this thread."""
-    if not _is_in_dispatch_mode():
+    if not is_in_dispatch_mode():
         return []
     with without_dispatch_modes() as modes:
         return [*(modes or ())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import queue
 import random
 import sys
 import warnings
@@ -81,6 +83,8 @@ def trained(uses: State, *, watched: bool, hook: bool = False) -> tuple[list[flo
 
     if hook:
         net.linear.weight.register_hook(clip)
+        net.linear.register_full_backward_hook(lambda *_: kept.__setitem__(0, kept[0] + 1.0))
+        net.linear.register_full_backward_pre_hook(lambda *_: kept.__setitem__(0, kept[0] + 1.0))
     optimizer, losses = torch.optim.SGD(net.parameters(), 0.1), []
     watch = Monitor(net, optimizer, on_nonfinite="diagnose", sinks=[]) if watched else nullcontext()
     with warnings.catch_warnings(record=True) as caught, watch:
@@ -127,6 +131,26 @@ def test_a_model_that_draws_from_an_iterator_is_not_replayed() -> None:
     assert said == [
         "step 3 could not be diagnosed: UnrepeatableError: the forward may use up numbers, which is a range_iterator"
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [(queue.Queue, "get"), (multiprocessing.Queue, "get"), (multiprocessing.SimpleQueue, "recv_bytes")],
+)
+def test_a_replay_does_not_wait_for_a_queue_that_a_forward_takes_from(make: Callable[[], Any], method: str) -> None:
+    def factor(_: Any, x: Tensor) -> Tensor:
+        return x * factors.get()
+
+    results = []
+    for is_watched in (False, True):
+        factors = make()
+        for number in range(6):
+            factors.put(number)
+        results.append(trained(factor, watched=is_watched))
+    (plain, _), (watched, said) = results
+    assert plain[3:] == watched[3:]
+    why = f"it calls {method} of a queue or a pipe, which others use"
+    assert said == [f"step 3 could not be diagnosed: UnrepeatableError: {why}"]
 
 
 @pytest.mark.usefixtures("group")

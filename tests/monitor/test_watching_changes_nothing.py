@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import castwise
 from castwise import Monitor
+from castwise._torch_private import dispatch_modes, function_modes
 
 Watched = Callable[[nn.Module, torch.optim.Optimizer, Any, Path], AbstractContextManager[Any]]
 X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
@@ -128,6 +132,55 @@ def test_a_model_that_is_watched_returns_what_it_returns_by_itself(kind: str, ho
     model = MODELS[kind]()
     by_itself = copy.deepcopy(model)
     assert_same(outputs(model, WATCHED[how], tmp_path), outputs(by_itself, None, tmp_path))
+
+
+class NoisyOps(TorchDispatchMode):
+    """A mode that counts ops and rounds their results at random."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.addmm.default:
+            result = result * (1 + torch.rand(result.shape) / 256)
+        return result
+
+
+class Calls(TorchFunctionMode):
+    """A mode that counts calls."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", [nullcontext, lambda: torch.device("cpu"), FakeTensorMode])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_modes_of_the_script_see_its_own_ops_alone(device: Callable[[], Any], is_lost: bool) -> None:
+    def trained(*, is_watched: bool) -> list[Any]:
+        torch.manual_seed(0)
+        with device(), NoisyOps() as ops, Calls() as calls:
+            model = nn.Linear(16, 16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            options: Any = {"on_nonfinite": "diagnose", "spikes": True, "snapshots": True}
+            options = {"every": 2} | (options if device is not FakeTensorMode else {})  # which have no values to read
+            watch = Monitor(model, optimizer, **options) if is_watched else nullcontext()
+            counts = []
+            with watch:
+                for step in range(12):
+                    optimizer.zero_grad()
+                    (model(torch.randn(4, 16)).mean() * (1e39 if is_lost and step == 9 else 1.0)).backward()
+                    optimizer.step()
+                    counts += [ops.count, calls.count]
+            return [*counts, *([] if device is FakeTensorMode else model.weight.tolist())]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert repr(trained(is_watched=False)) == repr(trained(is_watched=True))
+    assert dispatch_modes() == function_modes() == []
 
 
 @pytest.mark.parametrize("how", WATCHED)

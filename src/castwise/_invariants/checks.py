@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -209,4 +210,5 @@ def _is_inside_a_step(optimizer: torch.optim.Optimizer) -> bool:
 
 @functools.cache
 def _has_several_steps(kind: type[torch.optim.Optimizer]) -> bool:
-    return sum("step" in vars(base) for base in kind.__mro__) > 2  # its own, a base class's, that of Optimizer
+    """Return True if a class has a `step` beside a base class's and that of `Optimizer`; wrappers are none."""
+    return len({inspect.unwrap(vars(base)["step"]) for base in kind.__mro__ if "step" in vars(base)}) > 2

@@ -10,6 +10,8 @@ from statistics import median
 
 import torch
 
+from castwise.amp._readback import Readback
+
 BEFORE, AFTER = 32, 8
 """Steps around a spike whose norms are recorded."""
 _MOST = 40  # parameters
@@ -34,11 +36,12 @@ class GradientNorms:
     """Keeps the norms of the last steps of an optimizer."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[int, Sequence[torch.Tensor], Sequence[float]]] = deque(maxlen=BEFORE + 1 + AFTER)
+        self._kept: deque[tuple[int, Sequence[torch.Tensor], Sequence[float] | Readback]]
+        self._kept = deque(maxlen=BEFORE + 1 + AFTER)
         self._spike: int | None = None
 
-    def note(self, step: int, params: Sequence[torch.Tensor], norms: Sequence[float]) -> None:
-        """Note the norms of a step."""
+    def note(self, step: int, params: Sequence[torch.Tensor], norms: Sequence[float] | Readback) -> None:
+        """Note the norms of a step, which may still be on their way to the host."""
         self._kept.append((step, params, norms))
 
     def note_spike(self, step: int) -> None:
@@ -58,12 +61,17 @@ class GradientNorms:
         self._spike = None
         params, by_id = self._kept[-1][1], names()
         near = [kept for kept in self._kept if kept[0] >= spike - BEFORE]
-        same = [(step, norms) for step, of_step, norms in near if [*map(id, of_step)] == [*map(id, params)]]
+        same = [(step, _known(norms)) for step, of_step, norms in near if [*map(id, of_step)] == [*map(id, params)]]
         columns = {by_id[id(p)]: [norms[i] for _, norms in same] for i, p in enumerate(params) if id(p) in by_id}
         before = sum(step < spike for step, _ in same)
         largest = sorted(columns, key=lambda name: -_rise(columns[name], before))[:_MOST]
         if largest and before:
             yield NormsAround(spike, tuple(step - spike for step, _ in same), {n: tuple(columns[n]) for n in largest})
+
+
+def _known(norms: Sequence[float] | Readback) -> Sequence[float]:
+    """Return norms on the host, which waits for those of the last steps of a run alone."""
+    return norms.wait().tolist() if isinstance(norms, Readback) else norms
 
 
 def _rise(norms: Sequence[float], before: int) -> float:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -15,13 +15,16 @@ from castwise._invariants.gradient_norms import GradientNorms, NormsAround
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.spike import IS_BACK, PendingSpike, Replays, Spike
 from castwise._invariants.written_weights import Written
+from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
+from castwise.amp._readback import Readback
 
 WINDOW, WARM, QUIET = 64, 40, 24
 """Steps that a loss is compared with, steps before the first verdict, and steps after a spike before the next."""
 LOSS_SIGMAS, NORM_SIGMAS = 6.0, 10.0
 FLOOR, _NORM_FLOOR = 0.02, 0.1
 """The smallest sigma of the logarithm of losses, and of gradient norms."""
+_RECURS = 256  # steps after a peak of the loss in which others as high are looked for
 _LOOK_BACK = 16  # steps before a spike in which its cause is looked for
 _RATES, _JUMP = 32, 1.5
 _SHARE = 0.9
@@ -45,6 +48,11 @@ def _sigmas(value: float, usual: Sequence[float], floor: float, limit: float) ->
     return sigmas_above(value, usual, floor)
 
 
+def _recurs(value: float, others: Sequence[float], middle: float) -> bool:
+    """Return True if two of others were at least half as far above the middle, as where a script has a rare term."""
+    return sum(2.0 * (each - middle) > value - middle for each in others) > 1
+
+
 @dataclass
 class _Losses:
     """The losses of an optimizer's steps.
@@ -54,6 +62,8 @@ class _Losses:
         norms: The same of gradient norms.
         quiet, quiet_norm: Steps until another spike is one of its own, and another large norm.
         flagged: Steps in a row that were spikes.
+        peaks: The last losses as high as spikes after which the loss was back: the number of each, and its logarithm.
+        count: How many losses there were.
         pending: A spike of the step before of which the cause is not yet known.
     """
 
@@ -62,7 +72,14 @@ class _Losses:
     quiet: int = 0
     quiet_norm: int = 0
     flagged: int = 0
+    peaks: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    count: int = 0
     pending: PendingSpike | None = None
+
+    def has_as_high(self, value: float) -> bool:
+        """Return True if losses as high recur, so that another is no spike."""
+        peaks = [peak for number, peak in self.peaks if number > self.count - _RECURS]
+        return _recurs(value, [*list(self.usual)[-WARM:], *peaks], median(self.usual))
 
 
 class LossSpikes:
@@ -143,11 +160,15 @@ class LossSpikes:
         if self._is_exempt or loss is None or not math.isfinite(loss) or loss <= 0.0:
             return
         losses, value = self._losses.setdefault(optimizer, _Losses()), math.log(loss)
+        losses.count += 1
         if losses.pending is not None:
             yield self._judged(losses.pending, losses, step, loss, batches)
             losses.pending = None
         sigmas = _sigmas(value, losses.usual, FLOOR, LOSS_SIGMAS)
-        if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW:
+        recurs = sigmas > LOSS_SIGMAS and not losses.flagged and losses.has_as_high(value)
+        if recurs:
+            losses.peaks.append((losses.count, value))
+        if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW or recurs:
             if losses.flagged > WINDOW:  # no spike but another regime, which is learned afresh
                 losses.usual.clear()
             losses.flagged, losses.quiet = 0, losses.quiet - 1
@@ -198,8 +219,9 @@ class LossSpikes:
         losses.quiet_norm -= 1
         if max(losses.quiet, losses.quiet_norm) > 0:
             return
-        sigmas = _sigmas(math.log(norm), losses.norms, _NORM_FLOOR, NORM_SIGMAS)
-        if sigmas > NORM_SIGMAS:
+        value = math.log(norm)
+        sigmas = _sigmas(value, losses.norms, _NORM_FLOOR, NORM_SIGMAS)
+        if sigmas > NORM_SIGMAS and not _recurs(value, list(losses.norms)[-WARM:], median(losses.norms)):
             losses.quiet_norm = QUIET
             usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"
             text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
@@ -236,19 +258,30 @@ class LossSpikes:
         if self._replays is not None and pending.trial is not None:
             following = self._replays.of_next(pending.trial, step, loss, batches)
         is_back = sigmas_above(math.log(loss), losses.usual, FLOOR) < IS_BACK
+        if is_back:
+            losses.peaks.append((losses.count - 1, math.log(pending.spike.loss)))
         return pending.judged(is_back=is_back, following=following)
 
     def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any, batches: object) -> None:
-        params = [param for param in params_of(optimizer) if _can_look_at(param)]
-        gradients: list[Any] = [param.grad for param in params]
-        if not gradients:
+        found = [(param, gradient) for param in params_of(optimizer) if _can_look_at(gradient := param.grad)]
+        if not found:
             return
-        norms = torch.stack(torch._foreach_norm(gradients)).tolist()
-        self._norms.setdefault(optimizer, GradientNorms()).note(step, params, norms)
+        device = found[0][1].device
+        params, gradients = zip(*[pair for pair in found if pair[1].device == device], strict=True)
+        if is_capturing(gradients[0]):
+            return
+        kept = self._norms.setdefault(optimizer, GradientNorms())
+        wide = torch.float32 if min(gradient.dtype.itemsize for gradient in gradients) < 4 else None
+        readback = Readback(torch.stack(torch._foreach_norm(gradients, 2, wide)))
+        if not readback.is_on_host:  # the host does not wait for an accelerator
+            kept.note(step, params, readback)
+            return
+        norms = readback.wait().tolist()
+        kept.note(step, params, norms)
         total = math.hypot(*norms)
         for param, gradient, norm in zip(params, gradients, norms, strict=True):
             # A gradient with one large element has most of the norm of all.
-            if math.isfinite(norm) and norm > 0.5 * total:
+            if math.isfinite(norm) and norm > 0.5 * total and gradient.numel() >= _FEWEST:
                 largest = max(map(abs, (each.item() for each in torch.aminmax(gradient))))
                 if largest > _SHARE * norm:
                     name = names().get(id(param), "a parameter")
@@ -283,12 +316,5 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
     return max(map(float, rates)) if rates and is_known else None
 
 
-def _can_look_at(param: torch.Tensor) -> bool:
-    gradient = param.grad
-    return (
-        gradient is not None
-        and gradient.layout is torch.strided
-        and gradient.device.type == "cpu"
-        and gradient.numel() >= _FEWEST
-        and not hasattr(gradient, "to_local")
-    )
+def _can_look_at(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return type(gradient) is torch.Tensor and gradient.layout is torch.strided and not gradient.is_meta

@@ -89,7 +89,8 @@ class TrainedWeights:
             return
         self._checks += 1
         self._compare(iteration)
-        self._samples = [*self._sampled_of_optimizers(parameters), *self._sampled_without_optimizer(parameters)]
+        samples = [*self._sampled_of_optimizers(parameters), *self._sampled_without_optimizer(parameters)]
+        self._samples = _copied(samples)
         yield from self._of_rates(iteration)
 
     def results(self, iteration: int) -> Iterator[Violation]:
@@ -120,8 +121,8 @@ class TrainedWeights:
                     if _can_compare(param) and param.dtype.itemsize >= 4:
                         is_adaptive = "exp_avg" in optimizer.state.get(param, {})
                         name = names.get(id(param), "a parameter")
-                        values, steps = _sample(param).clone(), self._steps[optimizer]
-                        yield _Sample(name, param, optimizer, steps, values, group.get("lr", 1.0), is_adaptive)
+                        steps, lr = self._steps[optimizer], group.get("lr", 1.0)
+                        yield _Sample(name, param, optimizer, steps, _sample(param), lr, is_adaptive)
 
     def _sampled_without_optimizer(self, parameters: Named) -> Iterator[_Sample]:
         own = {id(param) for optimizer in self._optimizers for param in params_of(optimizer)}
@@ -133,18 +134,24 @@ class TrainedWeights:
             others = {id(param) for optimizer in _all_optimizers() for param in params_of(optimizer)}
             for name, param in left.items():
                 if id(param) not in others:
-                    yield _Sample(name, param, None, 0, _sample(param).clone(), 0.0, False)
+                    yield _Sample(name, param, None, 0, _sample(param), 0.0, False)
 
     def _compare(self, iteration: int) -> None:
         """Start to compare all samples with what their parameters are now."""
-        samples = [each for each in self._samples if _can_compare(each.param) and _sample(each.param).numel()]
-        samples = [each for each in samples if _sample(each.param).shape == each.values.shape]
-        samples = [each for each in samples if each.optimizer is None or self._steps[each.optimizer] > each.steps]
-        if not samples:
+        samples = [each for each in self._samples if each.optimizer is None or self._steps[each.optimizer] > each.steps]
+        of_kinds: dict[Any, list[tuple[_Sample, torch.Tensor, torch.Tensor]]] = {}
+        for each in samples:
+            if _can_compare(each.param):
+                now, gradient = _sample(each.param), _sample(each.param.grad)
+                if now.numel() and now.shape == each.values.shape:
+                    kind = each.values.device, each.values.dtype, gradient.dtype, each.optimizer, id(each.lr)
+                    of_kinds.setdefault((*kind, each.is_adaptive), []).append((each, now, gradient))
+        if not of_kinds:
             return
-        device = samples[0].values.device
-        flags = [torch.stack([_differs(each), _would_differ(each)]).to(device) for each in samples]
-        self._pending.append((iteration, samples, Readback(torch.stack(flags))))
+        flags = [_flags(*map(list, zip(*of_kind, strict=True))) for of_kind in of_kinds.values()]
+        compared = [sample for of_kind in of_kinds.values() for sample, *_ in of_kind]
+        device = flags[0].device
+        self._pending.append((iteration, compared, Readback(torch.cat([each.to(device) for each in flags]))))
 
     # -- what is broken -----------------------------------------------------------------------------------------
 
@@ -234,19 +241,33 @@ class TrainedWeights:
             )
 
 
-def _differs(sample: _Sample) -> torch.Tensor:
-    return (_sample(sample.param) != sample.values).any()
+def _copied(samples: list[_Sample]) -> list[_Sample]:
+    """Return samples with copies of their values, made by one op for each kind."""
+    of_kinds: dict[tuple[torch.device, torch.dtype], list[_Sample]] = {}
+    for each in samples:
+        of_kinds.setdefault((each.values.device, each.values.dtype), []).append(each)
+    for of_kind in of_kinds.values():
+        values = [each.values for each in of_kind]
+        copies = torch.cat(values).split_with_sizes([len(value) for value in values])
+        for each, copy in zip(of_kind, copies, strict=True):
+            each.values = copy
+    return samples
 
 
-def _would_differ(sample: _Sample) -> torch.Tensor:
-    """Return whether a step with the gradient of now would change any of the elements; bool, shape ()."""
-    assert sample.param.grad is not None
-    gradient = _sample(sample.param.grad).to(sample.values.dtype)
-    if sample.optimizer is None:
-        return (gradient != 0).any()
-    size = _OF_LR * gradient.sign() if sample.is_adaptive else gradient
-    changed: torch.Tensor = (sample.values + size * sample.lr != sample.values) & gradient.isfinite()
-    return changed.any()
+def _flags(samples: list[_Sample], now: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return for each sample of a kind whether it has changed, and whether a step would change it; shape (samples, 2).
+
+    A step is taken with the gradient of now.
+    """
+    values, first = torch.cat([each.values for each in samples]), samples[0]
+    gradient = torch.cat(gradients).to(values.dtype)
+    if first.optimizer is None:
+        would_differ = gradient != 0
+    else:
+        size = _OF_LR * gradient.sign() if first.is_adaptive else gradient
+        would_differ = (values + size * first.lr != values) & gradient.isfinite()
+    both = torch.stack([torch.cat(now) != values, would_differ])
+    return torch.stack([part.any(1) for part in both.split_with_sizes([len(each) for each in now], 1)])
 
 
 def _can_compare(param: torch.Tensor) -> bool:

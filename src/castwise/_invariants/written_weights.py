@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -21,6 +21,10 @@ _SMALL = 1 << 16  # elements: a copy of such weights costs less than their diges
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EVERY = 8  # by default, weights are compared before one step in so many
 _HABIT = 3  # steps before which a script writes weights that do so by intent
+_APART = 50  # steps after another write until one bit is a flip, and not the rounding of code that writes weights
+_ROUNDED = (
+    2  # bits at the end that rounding may change, such as that of code which adds a number and takes it off again
+)
 _WATCHES: WeakSet[WrittenWeights] = WeakSet()
 
 
@@ -115,6 +119,8 @@ class _JoinedGroup:
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
         self.params = params
         self._before: torch.Tensor | None = None
+        self._addresses: list[int] = []
+        self._flat: list[torch.Tensor] = []  # views of the parameters at these addresses
 
     def take(self) -> None:
         """Keep what the weights are now."""
@@ -133,9 +139,11 @@ class _JoinedGroup:
                 yield name, new, old
             begin = end
 
-    @torch.no_grad()
     def _joined(self) -> torch.Tensor:
-        return torch.cat([param.reshape(-1) for param in self.params.values()])
+        addresses = [param.data_ptr() for param in self.params.values()]
+        if addresses != self._addresses:  # at first, or `.data` was set
+            self._addresses, self._flat = addresses, [param.detach().reshape(-1) for param in self.params.values()]
+        return torch.cat(self._flat)
 
 
 class WrittenWeights:
@@ -163,6 +171,7 @@ class WrittenWeights:
         self._kinds: dict[torch.optim.Optimizer, list[tuple[int, torch.dtype, torch.Size]]] = {}
         self._steps: Counter[torch.optim.Optimizer] = Counter()
         self._writes = 0  # steps before which weights were written
+        self._last_write: dict[torch.optim.Optimizer, int] = {}
         self._found: list[Written] = []
         if not exemptions.has("written-weights"):
             _WATCHES.add(self)
@@ -173,6 +182,10 @@ class WrittenWeights:
         self._found = []
         if found:
             self._writes += 1
+            step, last = self._steps[optimizer], self._last_write.get(optimizer, -_APART)
+            self._last_write[optimizer] = step
+            if len(found) > 1 or step - last < _APART:
+                return [replace(each, flipped=None, values=None) for each in found]
         return found
 
     def sees_all(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -264,8 +277,9 @@ def _written(step: int, name: str, now: torch.Tensor, before: torch.Tensor | Non
     first = int(at[0])
     changed = int(_bits(new)[first]) ^ int(_bits(old)[first])
     values = float(old[first]), float(new[first])
-    if len(at) == 1 and (changed & (1 << 8 * now.itemsize) - 1).bit_count() == 1:
-        bit = (changed & (1 << 8 * now.itemsize) - 1).bit_length() - 1
+    bits = changed & (1 << 8 * now.itemsize) - 1
+    if len(at) == 1 and bits.bit_count() == 1 and bits >> _ROUNDED:
+        bit = bits.bit_length() - 1
         return Written(step, name, 1, now.numel(), flipped=(first, bit), values=values)
     ratio = float((new[at].double() / old[at].double()).median())
     return Written(step, name, len(at), now.numel(), ratio)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import operator
 import queue
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,10 +19,47 @@ from torch import nn
 _OF_MODULE = frozenset(vars(nn.Module()))
 _DEEPEST, _MOST = 3, 10_000  # containers in containers, and what all of them hold
 _QUEUES = (queue.Queue, queue.SimpleQueue)
+_OF_BACKWARD = [name for name, value in vars(nn.Module()).items() if "backward" in name and isinstance(value, dict)]
+# Of the standard library, by module and class. In C, and so not among them: `queue.SimpleQueue`.
+_SHARED = {
+    ("queue", "Queue"): ("get", "put"),
+    ("multiprocessing.queues", "Queue"): ("get", "put"),
+    ("multiprocessing.connection", "Connection"): ("recv", "recv_bytes", "send", "send_bytes"),
+}
 
 
 class UnrepeatableError(RuntimeError):
     """A forward that cannot be repeated without a trace."""
+
+
+@contextmanager
+def no_queues(is_replaying: Callable[[], bool]) -> Iterator[None]:
+    """Raise an UnrepeatableError where a replay takes from a queue or a pipe, which may wait forever, or puts to it.
+
+    Other threads use them as always.
+    """
+    before: list[tuple[Any, str, Any]] = []
+    try:
+        for (module, name), methods in _SHARED.items():
+            kind: Any = getattr(sys.modules.get(module), name, None)
+            for method in methods if kind is not None else ():
+                base = next(base for base in kind.__mro__ if method in vars(base))
+                before.append((base, method, vars(base)[method]))
+                setattr(base, method, _refused_if(is_replaying, method, before[-1][-1]))
+        yield
+    finally:
+        for base, method, function in before:
+            setattr(base, method, function)
+
+
+def _refused_if(is_replaying: Callable[[], bool], name: str, function: Any) -> Any:
+    @functools.wraps(function)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if is_replaying():
+            raise UnrepeatableError(f"it calls {name} of a queue or a pipe, which others use")
+        return function(*args, **kwargs)
+
+    return method
 
 
 class ModuleState:
@@ -67,6 +107,19 @@ class ModuleState:
             self._put_back.append(lambda: setattr(bits, "state", of_bits))
         elif isinstance(value, (Iterator, *_QUEUES)) and not isinstance(value, io.IOBase):
             raise UnrepeatableError(f"the forward may use up {name}, which is a {type(value).__name__}")
+
+    @contextmanager
+    def no_backward_hooks(self) -> Iterator[None]:
+        """Remove the hooks of the modules' backwards during the block, as they may keep what they see."""
+        tables = [attributes.get(name) for attributes, _ in self._attributes for name in _OF_BACKWARD]
+        hooks = [(table, table.copy()) for table in tables if table]
+        try:
+            for table, _ in hooks:
+                table.clear()
+            yield
+        finally:
+            for table, before in hooks:
+                table.update(before)
 
     def restore(self) -> None:
         """Give all attributes their values, and containers and generators their contents."""

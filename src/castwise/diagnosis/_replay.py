@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from castwise._torch_private import buffers_in, children_in, no_gradient_hooks, parameters_in
 from castwise.diagnosis._forward_state import RandomState
-from castwise.diagnosis._module_state import ModuleState, UnrepeatableError
+from castwise.diagnosis._module_state import ModuleState, UnrepeatableError, no_queues
 from castwise.diagnosis._op_facts import is_collective, tensors_of
 from castwise.diagnosis._ranges import memory_of
 from castwise.tracing._op_by_op import without_compiler
@@ -99,7 +99,10 @@ def unchanged(model: nn.Module, arguments: Any) -> Iterator[CopyOnWrite]:
     random = RandomState()
     _THREAD.depth += 1
     try:
-        with without_compiler():
+        with without_compiler(), ExitStack() as stack:
+            if state is not None:
+                stack.enter_context(no_queues(is_replaying))
+                stack.enter_context(state.no_backward_hooks())
             yield guard
     except SystemExit as exit_:
         raise UnrepeatableError("it called sys.exit") from exit_

@@ -21,7 +21,7 @@ from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.loss_spikes import rate_of
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
-from castwise._torch_private import is_compiled, wraps_compiled
+from castwise._torch_private import is_compiled, without_modes, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._outcomes import Cause, StepFacts
@@ -248,7 +248,7 @@ class Monitor:
                 "ranks: remove on_nonfinite. The cause of a skip and the parameters are recorded without it"
             )
         self._has_begun = is_attached = False
-        with self._guard:
+        with self._guard, without_modes():
             self._start()
             is_attached = True
         if not is_attached:
@@ -376,7 +376,7 @@ class Monitor:
             self._source.synchronize()  # may raise ScaleExhausted, which is the schedule's
         finally:
             for end in (partial(self._record_steps_by_hand, all_=True), partial(self._finish, all_=True), self._remove):
-                with self._guard:  # one that fails must not keep the others
+                with self._guard, without_modes():  # one that fails must not keep the others
                     end()
 
     def _remove(self) -> None:
