@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import signal
@@ -562,3 +563,53 @@ def test_checking_leaves_the_process_as_it_was() -> None:
     assert torch.amp.GradScaler.step is step
     assert torch.get_default_dtype() == torch.float32
     assert not torch.nn.modules.module._global_forward_hooks
+
+
+def test_an_average_of_weights_decides() -> None:
+    """No optimizer has it, and no loss shows it."""
+
+    def program(decay: float = 0.9, *, lerps: bool = False) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 4)
+        average = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.rand(5, 3)).square().mean().backward()
+            optimizer.step()
+            for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                if lerps:
+                    old.data.lerp_(new.data, 1 - decay)
+                else:
+                    old.data.mul_(decay).add_(new.data, alpha=1 - decay)
+
+    golden = record(program)
+    assert check(program, golden).kind == "identical"
+    assert check(functools.partial(program, lerps=True), golden).kind == "same"
+    assert check(functools.partial(program, 0.99), golden).verdict == "different function: buffer Linear.weight, step 2"
+    assert "is missing" in check(functools.partial(program, 1.0), golden).verdict
+
+
+def test_where_frozen_weights_constants_and_groups_stand_is_no_difference() -> None:
+    def program(change: str = "", lr: float = 0.1) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[0].requires_grad_(change == "trains all")
+        mask = torch.ones(4, 4).tril()
+        if change != "no buffer":
+            model.register_buffer("mask", mask)
+        groups = [{"params": [*model[i].parameters()], "lr": lr * i} for i in (1, 2)]
+        if change != "no frozen weights":
+            groups[0]["params"] = [*model[0].parameters(), *groups[0]["params"]]
+        optimizer = torch.optim.SGD(groups[:: -1 if change == "groups" else 1], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(torch.rand(5, 3)) @ mask).square().mean().backward()
+            optimizer.step()
+
+    golden, fewer = record(program, 2), record(functools.partial(program, "no frozen weights"), 2)
+    for change in ("no frozen weights", "no buffer", "groups"):
+        assert check(functools.partial(program, change), golden).kind == "same", change
+    assert check(program, fewer).kind == "same"
+    assert check(functools.partial(program, "trains all"), golden).kind == "different"
+    assert check(functools.partial(program, lr=0.2), golden).where == "optimizer"

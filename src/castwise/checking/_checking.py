@@ -37,8 +37,16 @@ class _Runs:
     """Runs a program in several ways, with progress."""
 
     def __init__(
-        self, train: Train, steps: int, apart: bool, progress: Progress | None, total: int, ranks: int = 1
+        self,
+        train: Train,
+        steps: int,
+        apart: bool,
+        progress: Progress | None,
+        total: int,
+        ranks: int = 1,
+        others: bool = True,
     ) -> None:
+        self._others = others
         self._train, self._steps, self._apart, self._ranks = train, steps, apart or ranks > 1, ranks
         self._progress, self._done, self._total = progress, 0, total
 
@@ -46,7 +54,7 @@ class _Runs:
         if self._progress is not None:
             self._progress(f"run {self._done + 1} ({way})", self._done, max(self._total, self._done + 1))
         self._done += 1
-        plan = Plan(way, steps or self._steps, seed, self._ranks)
+        plan = Plan(way, steps or self._steps, seed, self._ranks, self._others)
         return (measure_apart if self._apart else measure)(train or self._train, plan)
 
 
@@ -207,8 +215,8 @@ def check(
     """
     golden = golden if isinstance(golden, Golden) else Golden.load(golden)
     with notebook_progress() as shown:
-        ranks = int(golden.about.get("ranks", 1))
-        return _check(_Runs(train, golden.steps or 1, apart, progress or shown, 3, ranks), golden)
+        ranks, is_of_a_run = int(golden.about.get("ranks", 1)), bool(golden.about.get("is_of_a_run"))
+        return _check(_Runs(train, golden.steps or 1, apart, progress or shown, 3, ranks, not is_of_a_run), golden)
 
 
 def _check(runs: _Runs, golden: Golden) -> CheckResult:

@@ -101,6 +101,23 @@ def has_losses(probes: Iterable[ProbeKey]) -> bool:
     return any(key.kind == "loss" for key in probes)
 
 
+def _unchanging(probes: Mapping[ProbeKey, Sketch]) -> set[tuple[str, str]]:
+    """Return kinds and names of what a program may as well not have: constant buffers and frozen parameters.
+
+    Their values show in what is computed with them. A buffer that was seen once may not be constant.
+    """
+    buffers: dict[str, list[Sketch]] = {}
+    changed = set()
+    for key, sketch in probes.items():
+        if key.kind == "buffer":
+            buffers.setdefault(key.name, []).append(sketch)
+        elif key.kind == "gradient" or (key.kind == "update" and sketch.norm != 0):
+            changed.add(key.name)
+    constant = {("buffer", name) for name, seen in buffers.items() if len(seen) > 1 and len(set(seen)) == 1}
+    frozen = {key[1:3] for key in probes if key.kind in ("param", "update") and key.name not in changed}
+    return constant | frozen
+
+
 class Comparison:
     """A run in float64, compared with that of a golden.
 
@@ -115,8 +132,11 @@ class Comparison:
         compares_losses = has_losses(golden.probes) and has_losses(now)
         kinds = [kind for kind in DECIDING if kind != "loss" or compares_losses]
         deciding = [key for key in golden.probes if key.kind in kinds]
-        self.missing = [key for key in deciding if key not in now]
-        self.new = [key for key in now if key.kind in kinds and key not in golden.probes]
+        unchanging = _unchanging(golden.probes), _unchanging(now)
+        self.missing = [key for key in deciding if key not in now and key[1:3] not in unchanging[0]]
+        self.new = [
+            key for key in now if key.kind in kinds and key not in golden.probes and key[1:3] not in unchanging[1]
+        ]
         all_errors = errors(now, golden.probes)
         self.left_out = sum(key in golden.left_out for key in deciding)
         self.errors = {key: error for key, error in all_errors.items() if key not in golden.left_out}
@@ -188,15 +208,18 @@ def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> dict[st
     """
     found: dict[str, bool] = {}
     seen: set[tuple[str, bool]] = set()
+    order: list[int] = []
     for step, (before, after) in enumerate(zip(golden.settings, now, strict=False), 1):
         if len(before) != len(after):
             found[f"{len(before)} parameter groups are now {len(after)}"] = False
             continue
+        order = order or _order_of(before, after)  # only the first step has the names of parameters
+        after = [after[position] for position in order]
         for old, new in zip(before, after, strict=True):
             is_another = old["optimizer"] != new["optimizer"]
             if is_another:
                 found[f"optimizer {old['optimizer']} is now {new['optimizer']}"] = False
-            if old["params"] != new["params"]:
+            if set(old["params"]) != set(new["params"]):
                 found[f"other parameters in group {old['group']} of {old['optimizer']}"] = False
             names = [*old["values"], *(name for name in new["values"] if name not in old["values"])]
             if is_another:  # most of whose settings have no counterpart
@@ -208,6 +231,13 @@ def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> dict[st
                     seen.add((name, decides))
                     found[f"{name} {pair[0]} is now {pair[1]} ({old['optimizer']}, step {step})"] = decides
     return found
+
+
+def _order_of(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[int]:
+    """Return positions of groups in the order of the recorded ones, if both have groups of the same parameters."""
+    old, new = ([set(group["params"]) for group in groups] for groups in (before, after))
+    positions = [new.index(params) for params in old if params in new]
+    return positions if len(set(positions)) == len(after) else [*range(len(after))]
 
 
 def _is_rounded(old: Any, new: Any) -> bool:

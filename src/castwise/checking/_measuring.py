@@ -57,12 +57,14 @@ class Plan:
         steps: Optimizer steps until it is ended.
         seed: Seed of the random rounding.
         ranks: Processes that run it together, with the variables that torchrun sets; more than one only apart.
+        others: Whether to look for weights that no optimizer has.
     """
 
     way: Way
     steps: int
     seed: int = 0
     ranks: int = 1
+    others: bool = True
 
 
 def measure(train: Train, plan: Plan) -> Measurement:
@@ -91,6 +93,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
         reruns=plan.way in ("local", "compiled") or (plan.way == "rounded" and plan.seed <= RERUNS),
         compiles=plan.way == "compiled",
         sketches=plan.way not in ("local", "compiled"),
+        others=plan.others,
         hashes=plan.way in ("plain", "local"),
         after_step=None if rounding is None else move,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import nn
@@ -48,6 +48,18 @@ class Names:
         for param in unknown:
             if param not in self._params:
                 self._params[param] = f"tensor {len(self._params) + 1}"
+
+    def others(self, optimized: Iterable[torch.Tensor], older: Container[nn.Module]) -> dict[str, torch.Tensor]:
+        """Return the parameters, by name, that no optimizer has, such as an average of weights.
+
+        Args:
+            optimized: What the optimizers have.
+            older: Modules of other programs of this process.
+        """
+        self._adopt_all(lambda model: model not in older and any(True for _ in model.parameters()))
+        ids = set(map(id, optimized))
+        params = (param for model in self.models if model not in older for param in model.parameters())
+        return {self.param(param): param for param in params if id(param) not in ids}
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return True if a parameter has a name."""

@@ -113,6 +113,7 @@ class Recorder:
         reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
         compiles: Whether compiled code runs as it is: of it, only what was compiled can be watched.
         sketches: Whether to sketch what does not depend on modules: gradients, weights and buffers.
+        others: Whether to look for weights that no optimizer has, in models made while the program is watched.
         hashes: Whether to hash losses, gradients, weights and buffers after each step.
         after_step: Called with the weights after each step.
     """
@@ -127,6 +128,7 @@ class Recorder:
         reruns: bool = False,
         compiles: bool = False,
         sketches: bool = True,
+        others: bool = True,
         hashes: bool = True,
         after_step: Callable[[list[torch.Tensor]], None] | None = None,
     ) -> None:
@@ -134,7 +136,7 @@ class Recorder:
         self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
         self._watches_modules, self._reruns = watches_modules, reruns
         self._names_modules = names_modules or watches_modules or reruns
-        self._compiles, self._takes_sketches, self._hashes = compiles, sketches, hashes
+        self._compiles, self._takes_sketches, self._looks_for_others, self._hashes = compiles, sketches, others, hashes
         self.names = Names()
         self._places: dict[ProbeKey, float] = {}
         self._place = itertools.count()
@@ -143,6 +145,8 @@ class Recorder:
         self._counts: dict[int, int] = {}
         self._optimizers: list[Optimizer] = []
         self._made: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # while the program is watched
+        self._older: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._others: dict[str, tuple[torch.Tensor, Sketch]] = {}  # weights that no optimizer has, at the first step
         self._before: dict[torch.Tensor, torch.Tensor] = {}
         self._nested = 0
         self._loss_call: int | None = None  # of the losses since an optimizer has stepped
@@ -173,6 +177,7 @@ class Recorder:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the program in the block, which ends after the last step."""
+        self._older.update(instances_of(nn.Module))
         with ExitStack() as undo:
             handles = [
                 optimizer_hooks.register_optimizer_step_pre_hook(self.stepping),
@@ -320,8 +325,10 @@ class Recorder:
         params = _params_of(optimizer)
         self.names.find_params(params)
         if id(optimizer) not in self._counts:
-            self._counts[id(optimizer)] = 0
             self._optimizers = self._optimizers or self._of_this_program()
+            if self._looks_for_others and not self._counts:
+                self._find_others()
+            self._counts[id(optimizer)] = 0
             self._store_all(0, "param", ((self.names.param(param), param) for param in params), place=-1.0)
         self._note_settings(optimizer)
         step, given = self._counts[id(optimizer)], getattr(optimizer, "grad_scale", None)
@@ -342,6 +349,17 @@ class Recorder:
             for found in instances_of(Optimizer)
             if found in self._made or any(self.names.knows(param) for param in _params_of(found))
         ]
+
+    def _find_others(self) -> None:
+        optimized = [param for optimizer in self._optimizers for param in _params_of(optimizer)]
+        found = self.names.others(optimized, self._older)
+        with torch.no_grad(), without_dispatch_modes():
+            self._others = {name: (found[name], sketch) for name, sketch in sketches_of(found.items())}
+
+    def _changed_others(self) -> list[tuple[str, torch.Tensor]]:
+        """Return weights that no optimizer has, and that the program has changed since the first step."""
+        now = sketches_of((name, param) for name, (param, _) in self._others.items())
+        return [(name, self._others[name][0]) for name, sketch in now if sketch != self._others[name][1]]
 
     def _note_settings(self, optimizer: Optimizer) -> None:
         settings, step = self.measurement.settings, self._counts[id(optimizer)]
@@ -364,7 +382,7 @@ class Recorder:
         with torch.no_grad(), without_dispatch_modes():
             if self._after_step is not None:
                 self._after_step(params)
-            step, buffers = self._counts[id(optimizer)], list(self.names.buffers())
+            step, buffers = self._counts[id(optimizer)], [*self.names.buffers(), *self._changed_others()]
             pairs = ((self.names.param(param), param.detach(), self._before.pop(param)) for param in params)
             self._store_all(step, "update", ((name, widen(after) - widen(before)) for name, after, before in pairs))
             self._store_all(step, "buffer", buffers)

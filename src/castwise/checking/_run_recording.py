@@ -29,7 +29,7 @@ class RunRecording:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path, self._recorder = Path(path), Recorder(STEPS, ends_late=True)
+        self._path, self._recorder = Path(path), Recorder(STEPS, ends_late=True, others=False)
         self._is_over = self._path.exists()
         self._guard = ErrorBoundary("no golden file is recorded, because a part of it failed", is_final=True)
         register = optimizer_hooks.register_optimizer_step_pre_hook, optimizer_hooks.register_optimizer_step_post_hook
