@@ -17,9 +17,9 @@ from castwise.master_weights import _kernels as kernels
 from castwise.master_weights import _master_weights as master_weights
 from castwise.master_weights._codecs import (
     Chance,
+    Split,
     _CompiledSplit,
     _PackedTies,
-    _Split,
     codec_kernels,
     rounding_kernel,
 )
@@ -71,7 +71,7 @@ def test_compiled_codecs_have_the_bits_of_torchs_ops_and_are_compiled_once_for_a
     chances = Chance(0), Chance(0)
     chances[0].compile_on({CPU})
     for length in (16, 1000, 4096, 150_000):
-        ours, torchs = _CompiledSplit(length, CPU), _Split(length, CPU)
+        ours, torchs = _CompiledSplit(length, CPU), Split(length, CPU)
         torchs._ties = _PackedTies(length, CPU)
         weights, expected = (torch.empty(length, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
         for seed in range(3):
@@ -133,4 +133,4 @@ def test_nothing_is_compiled_on_cpus_nor_for_few_weights(monkeypatch: pytest.Mon
     assert not kernels.can_compile(CPU)
     assert codec_kernels(CPU) is rounding_kernel(CPU) is None
     monkeypatch.setattr(codecs, "can_compile", lambda device: pytest.fail("asked for a compiler"))
-    assert trained(1)[1] == {_Split}
+    assert trained(1)[1] == {Split}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -269,8 +269,10 @@ class Bucket:
     length: int = 0
     has_gaps: bool = False
     """Whether alignment leaves gaps between segments."""
-    digest: int | None = None
-    """`_digest` of the 16-bit weights when they were last written. CPU only."""
+    digest: int | tuple[bytes, ...] | None = None
+    """`_digest_of` the 16-bit weights when they were last written. CPU only."""
+    digests_of: Callable[[Bucket], tuple[bytes, ...]] | None = None
+    """Returns digests of the segments' 16-bit weights, if compiled steps compute others than `_digest`."""
     codec: Codec = field(init=False)
 
     def add(self, weight: Weight, start: int, length: int) -> None:
@@ -309,7 +311,7 @@ class Bucket:
                 weights.zero_()
             torch._foreach_copy_([loan.low for loan in views.loans], [each.param_view() for each in self.segments])
         self.codec.decode(weights, views.values)
-        if self.digest is None or self.digest == _digest(weights):
+        if self.digest is None or self.digest == self._digest_of(weights):
             return []
         # Which segment differs is unknown, so all of them are, but for those whose own digests are known.
         written = [segment for segment in self.segments if not segment.weight.matches_kept()]
@@ -331,9 +333,12 @@ class Bucket:
             loans = [loan for loan in views.loans if loan.segment not in others]
             torch._foreach_copy_([loan.segment.param_view() for loan in loans], [loan.low for loan in loans])
         if self.device.type == "cpu" and not self.codec.is_empty():  # on accelerators, reading the digest would sync
-            self.digest = _digest(weights)
+            self.digest = self._digest_of(weights)
         for segment in stepped:
             segment.weight.note_written()
+
+    def _digest_of(self, weights: torch.Tensor) -> int | tuple[bytes, ...]:
+        return _digest(weights) if self.digests_of is None else self.digests_of(self)
 
     def _weights(self, views: BucketViews) -> torch.Tensor:
         """Return the memory of the 16-bit weights; with several segments, the memory for their copies."""

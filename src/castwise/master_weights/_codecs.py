@@ -105,10 +105,10 @@ def split_codec(dtype: torch.dtype, length: int, device: torch.device, *, is_com
     # The bits of eight ties are a byte. Dynamo would compile again for one byte.
     if is_compiled and length % 8 == 0 and length > 8 and codec_kernels(device) is not None:
         return _CompiledSplit(length, device)
-    return _Split(length, device)
+    return Split(length, device)
 
 
-class _Split(Codec):
+class Split(Codec):
     """bfloat16 weights and 16-bit residues: restores every fp32 number bit for bit, except NaN payloads."""
 
     def __init__(self, length: int, device: torch.device) -> None:
@@ -130,6 +130,21 @@ class _Split(Codec):
         self._residue.copy_(bits)  # the conversion to int16 keeps the lower 16 bits
         self._ties.find(bits, self._residue)
 
+    @property
+    def residue(self) -> torch.Tensor:
+        """The lower halves of the fp32 weights: int16."""
+        return self._residue
+
+    def rounded_down(self) -> torch.Tensor:
+        """Return the sorted positions of ties that were rounded down, on a CPU."""
+        assert isinstance(self._ties, _ListedTies)
+        return self._ties.rounded_down()
+
+    def set_rounded_down(self, positions: torch.Tensor) -> None:
+        """Set what `rounded_down` returns, once weights and residues have been written."""
+        assert isinstance(self._ties, _ListedTies)
+        self._ties.set_rounded_down(positions)
+
     def entries(self) -> dict[str, torch.dtype]:
         return {**super().entries(), "ties": torch.bool}
 
@@ -144,8 +159,8 @@ class _Split(Codec):
         return super().bytes() + self._ties.bytes()
 
 
-class _CompiledSplit(_Split):
-    """`_Split` in compiled kernels."""
+class _CompiledSplit(Split):
+    """`Split` in compiled kernels."""
 
     def __init__(self, length: int, device: torch.device) -> None:
         super().__init__(length, device)
@@ -172,7 +187,7 @@ def codec_kernels(device: torch.device) -> tuple[Kernel, Kernel] | None:
     if not can_compile(device):
         return None
     values = numbers_of_all_kinds(device)
-    codec, weights = _Split(len(values), device), torch.empty_like(values, dtype=torch.bfloat16)
+    codec, weights = Split(len(values), device), torch.empty_like(values, dtype=torch.bfloat16)
     ties = codec._ties = _PackedTies(len(values), device)
     kernels = Kernel(_kernels.join), Kernel(_kernels.split)
     with torch.no_grad():
@@ -233,6 +248,13 @@ class _ListedTies:
         loaded = mask.nonzero().view(-1) + begin
         self._positions = torch.cat([self._positions[is_other], loaded])
         self._added = torch.cat([self._added[is_other], torch.full(loaded.shape, 1 << 16, dtype=torch.int32)])
+
+    def rounded_down(self) -> torch.Tensor:
+        return self._positions[self._added != 0].sort().values if len(self._positions) else self._positions
+
+    def set_rounded_down(self, positions: torch.Tensor) -> None:
+        self._positions = positions
+        self._added = torch.full(positions.shape, 1 << 16, dtype=torch.int32)
 
     def bytes(self) -> int:
         return self._positions.nbytes + self._added.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -10,6 +11,9 @@ from typing import Any
 
 import torch
 from torch import optim
+
+MOMENTS = "exp_avg", "exp_avg_sq"
+"""Names of Adam's state with the shape of its weights."""
 
 
 class Reach(Enum):
@@ -58,6 +62,38 @@ def check(optimizer: object) -> None:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("MasterWeights cannot wrap a differentiable optimizer: autograd does not see its fp32 weights")
+
+
+def check_can_compile(
+    optimizer: optim.Optimizer, dtype: torch.dtype, method: str, state_dtypes: Mapping[str, object], devices: set[str]
+) -> None:
+    """Raise a ValueError or ModuleNotFoundError unless `_compiled_step` can step an optimizer.
+
+    Args:
+        optimizer: The inner optimizer.
+        dtype: Dtype of the 16-bit weights.
+        method: Of `MasterWeights`.
+        state_dtypes: Storage dtypes of state that is rounded stochastically, and anything else for other state.
+        devices: Types of the devices of all parameters.
+    """
+    kinds = {state_dtypes.get(name, torch.float32) for name in MOMENTS}
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    given = ""
+    if type(optimizer) not in (optim.AdamW, optim.Adam) or not is_fused:
+        given = f"{type(optimizer).__name__}(fused={optimizer.defaults.get('fused')})"
+    elif dtype is not torch.bfloat16 or method != "split":
+        given = f'dtype={dtype}, method="{method}"'
+    elif kinds not in ({torch.float32}, {torch.bfloat16}):
+        given = f"state_dtype={dict(state_dtypes)}"
+    elif devices != {"cpu"}:
+        given = f"parameters on {', '.join(sorted(devices))}, where kernels are compiled without this argument"
+    if given:
+        raise ValueError(
+            "compiled=True is for torch.optim.AdamW and Adam with fused=True on CPUs, with bfloat16 weights that are "
+            f"split, and both moments in fp32, or both in bfloat16 rounded stochastically; got {given}"
+        )
+    if importlib.util.find_spec("numba") is None:
+        raise ModuleNotFoundError("compiled=True needs numba: pip install 'castwise[compiled]'", name="numba")
 
 
 def step_without_hooks(optimizer: optim.Optimizer) -> object:

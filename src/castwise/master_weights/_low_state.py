@@ -198,9 +198,8 @@ class LowState:
             views: Its views.
             given: By name, loans with their state in fp32 and the tensor or `Blockwise` to store it in.
         """
-        first = bucket.segments[0]
         for name, members in given.items():
-            stream = f"{name} of {first.weight.name} from {first.start}"
+            stream = stream_of(name, bucket)
             moved = [(loan.low_states[name], local(value)) for loan, value, _ in members]
             moved = [(here, value) for here, value in moved if here.data_ptr() != value.data_ptr()]
             if moved:
@@ -226,6 +225,12 @@ class LowState:
         if dtype in _TOP:
             return Blockwise.zeros(param, dtype)
         return torch.empty_like(param.detach(), dtype=dtype)
+
+
+def stream_of(name: str, bucket: Bucket) -> str:
+    """Return the name of the random stream that rounds a bucket's state."""
+    first = bucket.segments[0]
+    return f"{name} of {first.weight.name} from {first.start}"
 
 
 def _part(stored: torch.Tensor, segment: Segment) -> torch.Tensor:
