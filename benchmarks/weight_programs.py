@@ -99,6 +99,11 @@ class Program:
     bucket: int
     keeps_gradients: bool
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps are compiled: most of those that can be."""
+        return (self.optimizer, self.implementation) == ("AdamW", "fused") and self.seed % 4 > 0
+
     def __str__(self) -> str:
         return ", ".join(f"{each.name}={getattr(self, each.name)!r}" for each in fields(self))
 
@@ -201,7 +206,7 @@ class Training:
         if program.micro_batches > 1 or program.keeps_gradients:
             sums = {"accumulate": "compensated"} if program.seed % 2 else {"grad_dtype": torch.float32}
         with buckets_of(program.bucket):
-            return castwise.MasterWeights(inner, model, **sums)
+            return castwise.MasterWeights(inner, model, compiled=program.is_compiled, **sums)
 
     def batches(self) -> Iterator[list[Tensor]]:
         draws = torch.Generator().manual_seed(self.program.seed)

@@ -248,12 +248,14 @@ def test_master_weights() -> None:
     assert found["fp32 weights"]["sum"] == 18.0
     assert all(found[name]["within the limit"] for name in master_weights.BYTES)
     assert [peak["parameters"] for peak in record["peaks"]["split"].values()] == [872, 872]
-    variants = ["split", "split, bf16 states", "stochastic, bf16 states"]
+    compiled = ["split, compiled", "split, bf16 states, compiled"]
+    variants = ["split", compiled[0], "split, bf16 states", compiled[1], "stochastic, bf16 states"]
+    assert master_weights.variants_of("foreach AdamW", "cpu") == [each for each in variants if each not in compiled]
     steps, training = record["optimizer steps"]["fused AdamW"], record["training step"]
     assert list(steps["to fp32 weights"]) == variants
-    assert list(training["to fp32 weights"]) == ["split"]
-    assert training["same losses as fp32 weights"]["split"] is True
-    assert [len(verdicts(record)), len(rows)] == [4, 8]
+    assert list(training["to fp32 weights"]) == ["split", "split, compiled"]
+    assert training["same losses as fp32 weights"] == {"split": True, "split, compiled": True}
+    assert [len(verdicts(record)), len(rows)] == [7, 11]
 
 
 @pytest.mark.parametrize(("found", "cell"), [(2.0, "2: met"), (2.1, "2: MISSED")])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -251,6 +253,21 @@ def test_where_torch_rounds_in_another_way_steps_are_not_compiled(monkeypatch: p
     finally:
         forms_of_torch.cache_clear()
     assert_same(pairs)
+
+
+def test_torch_keeps_its_number_of_threads() -> None:
+    """In a process of its own: numba starts its threads once."""
+    script = """if True:
+        import torch
+        from castwise import MasterWeights
+        torch.set_num_threads(1)
+        layer = torch.nn.Linear(3, 2)
+        MasterWeights(torch.optim.AdamW(layer.parameters(), fused=True), layer, compiled=True)
+        print(torch.get_num_threads())
+    """
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def take(
     if any(bucket.digest not in (None, now) for bucket, now in before.items()):
         return False
     _map(lambda bucket: _step_bucket(bucket, before[bucket], stepped, forms, low_state), buckets)
-    torch._foreach_add_([each.count for each in stepped.values()], 1)
+    if stepped:
+        torch._foreach_add_([each.count for each in stepped.values()], 1)
     for weight in stepped:
         torch.autograd.graph.increment_version(local(weight.param))
         weight.note_written()
@@ -209,12 +210,22 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 @contextmanager
 def _in_one_thread() -> Iterator[None]:
     """Run kernels without threads of numba's."""
+    _launch()
     before = numba.get_num_threads()
     numba.set_num_threads(1)
     try:
         yield
     finally:
         numba.set_num_threads(before)
+
+
+@functools.cache
+def _launch() -> None:
+    """Start numba's threads, which sets the number of OpenMP threads of this one; torch's sums depend on it."""
+    threads = torch.get_num_threads()
+    numba.get_num_threads()
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @functools.cache

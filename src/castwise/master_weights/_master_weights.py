@@ -357,8 +357,7 @@ class MasterWeights(torch.optim.Optimizer):
             bucket.codec = codec_of(
                 self._method, self._dtype, bucket.length, bucket.device, **of_bucket, is_compiled=is_compiled
             )
-            if self._is_compiled:
-                bucket.digests_of = _compiled_step().digests_of
+            bucket.digests_of = _compiled_step().digests_of if self._is_compiled else None
             self._buckets.append(bucket)
         length = max((rounded_up(bucket.length, aligned) for bucket in self._buckets), default=0)
         self._workspace = Workspace(length, self._low_state.names())
@@ -687,9 +686,7 @@ class MasterWeights(torch.optim.Optimizer):
                 if found_inf is not None and not found_inf.is_cpu and isinstance(self._inner, torch.optim.SGD):
                     stack.enter_context(no_momentum_of_a_skipped_step(self._inner, found_inf))
             if self._is_compiled and scale is None and found_inf is None:
-                take = _compiled_step().take
-                if take(self._inner, self._buckets, clips, residues, self._low_state):
-                    rounds = [round_ for round_ in rounds if not round_.buckets]
+                rounds = self._take_compiled(rounds, clips, residues)
             for round_ in rounds:
                 returned = self._step_round(round_, clips, created, written, residues, writes_grads=scale is not None)
         if self._accumulation is not None:
@@ -699,6 +696,13 @@ class MasterWeights(torch.optim.Optimizer):
             self._chance.count(self._buckets[0].device, found_inf)
         self._warn_of(written, is_counted=False)
         return returned if closure is None else loss
+
+    def _take_compiled(
+        self, rounds: list[_Round], clips: tuple[Clip, ...], residues: Mapping[torch.Tensor, torch.Tensor]
+    ) -> list[_Round]:
+        """Step the 16-bit weights in compiled code if it knows this kind of step; return the calls that are left."""
+        is_taken = _compiled_step().take(self._inner, self._buckets, clips, residues, self._low_state)
+        return [round_ for round_ in rounds if not round_.buckets] if is_taken else rounds
 
     def _rounds(self) -> list[_Round]:
         """Return the calls of the inner optimizer for one step; raise a RuntimeError if a weight is in no group."""
