@@ -35,6 +35,8 @@ from castwise._invariants.checks import Checks
 WARM, ONSET, STEPS = 150, 70, 84
 """Steps without a monitor, then the step of the fault under one, and the last."""
 LENGTH, WIDTH = 16, 32
+SIZES = {"0.04M": (WIDTH, LENGTH, 2, 16), "0.2M": (64, 32, 3, 16), "3M": (256, 128, 4, 8)}
+"""Of the GPT in measurements of cost: width, length, blocks and rows of a batch, by the number of parameters."""
 TEXT = torch.frombuffer(bytearray(Path(os.__file__).read_bytes()), dtype=torch.uint8).long()
 IMAGES = torch.randn(10, 1, 8, 8, generator=torch.Generator().manual_seed(7))
 
@@ -53,15 +55,16 @@ class Config(NamedTuple):
 class Block(nn.Module):
     """A block of a transformer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.norm, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the output."""
-        heads = [part.view(len(x), LENGTH, 4, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).split(WIDTH, 2)]
+        rows, length, width = x.shape
+        heads = [part.view(rows, length, 4, -1).transpose(1, 2) for part in self.qkv(self.norm(x)).split(width, 2)]
         mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         return x + self.mlp(self.norm_2(x))
@@ -70,11 +73,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A small model of bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, length: int = LENGTH, blocks: int = 2) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block(), nn.LayerNorm(WIDTH))
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)), nn.LayerNorm(width))
+        self.head = nn.Linear(width, 256, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the output."""
@@ -268,8 +271,8 @@ def summarized(branches: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def cost(spikes: bool) -> dict[str, float]:
-    """Return the processor time of castwise's checks in a step of the GPT, and of the step, in milliseconds."""
+def cost(size: tuple[int, int, int, int], steps: int) -> dict[str, dict[str, float]]:
+    """Return the processor time of castwise's checks in a step of a GPT, and of the step, in milliseconds."""
     spent = [0.0]
 
     def timed(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,24 +285,37 @@ def cost(spikes: bool) -> dict[str, float]:
 
         return call
 
-    run, names = Run(Config("GPT", "AdamW", True, 1, False, 0)), ("before_step", "after_step", "step_known", "forward")
+    def measured(**monitored: Any) -> dict[str, float]:
+        width, length, blocks, rows = size
+        torch.manual_seed(0)
+        model = GPT(width, length, blocks)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        x, y = torch.randint(256, (rows, length)), torch.randint(256, (rows * length,))
+        times = []
+        with castwise.Monitor(model, optimizer, every=10**6, **monitored):
+            for _ in range(50 + steps):  # after the first, as many as between two checks, or a multiple
+                spent[0], began = 0.0, time.process_time()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = functional.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                times.append((spent[0], time.process_time() - began))
+        inside, whole = (sum(each[index] for each in times[50:]) for index in (0, 1))
+        count = steps / 1000.0
+        return {"checks_ms": inside / count, "step_ms": whole / count, "share": inside / (whole - inside)}
+
+    names = "before_step", "after_step", "step_known", "forward"
     kept = {name: getattr(Checks, name) for name in names}
-    times: list[tuple[float, float]] = []
     try:
         for name, method in kept.items():
             setattr(Checks, name, timed(method))
-        options: dict[str, Any] = {"spikes": True} if spikes else {"invariants": True, "on_nonfinite": "diagnose"}
-        with castwise.Monitor(run.model, run.optimizer, every=10**6, **options):
-            for number in range(1, 201):
-                spent[0], began = 0.0, time.process_time()
-                run.step(number)
-                times.append((spent[0], time.process_time() - began))
+        default = measured(invariants=True, on_nonfinite="diagnose")
+        return {"default": default, "spikes": measured(spikes=True)}
     finally:
         for name, method in kept.items():
             setattr(Checks, name, method)
-    inside, whole = (sum(each[index] for each in times[50:]) for index in (0, 1))
-    count = len(times[50:]) / 1000.0
-    return {"checks_ms": inside / count, "step_ms": whole / count, "share": inside / (whole - inside)}
 
 
 def table(record: dict[str, Any]) -> str:
@@ -326,11 +342,12 @@ def table(record: dict[str, Any]) -> str:
         f"False alarms in healthy runs: {healthy['alarms']} in {healthy['steps']:,} steps of {healthy['runs']} runs. "
         f"Of {small['branches']} faults below 4 sigmas, {small['found']} were found as spikes.",
         "",
-        "| checks | processor time in a step, ms | of a step of the GPT without them |",
-        "|---|---|---|",
+        "| parameters of the GPT | checks | processor time in a step, ms | of a step without them |",
+        "|---|---|---|---|",
         *(
-            f"| {name} | {cost['checks_ms']:.3f} | {100.0 * cost['share']:.1f}% |"
-            for name, cost in record["cost"].items()
+            f"| {size} | {name} | {cost['checks_ms']:.3f} | {100.0 * cost['share']:.1f}% |"
+            for size, costs in record["cost"].items()
+            for name, cost in costs.items()
         ),
     ]
     return "\n".join(rows)
@@ -374,7 +391,7 @@ def main() -> None:
         "healthy": {"runs": runs, "steps": steps, "alarms": alarms},
         "faults": {fault: summarized([each for each in branches if each["fault"] == fault]) for fault in FAULTS},
         "below_4_sigmas": {"branches": len(small), "found": sum(each["found"] for each in small)},
-        "cost": {"default": cost(False), "spikes": cost(True)},
+        "cost": {name: cost(size, 50 if name == "3M" else 200) for name, size in SIZES.items()},
     }
     recording.write("planted_spikes-cpu", found, table(found))
 

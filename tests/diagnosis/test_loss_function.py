@@ -16,6 +16,7 @@ from castwise.diagnosis._recording import Recording
 LossCode = Callable[[torch.Tensor], torch.Tensor]
 
 LABELS, TARGETS, WEIGHTS = torch.tensor([0, 3, -100, 5, 1, 1]), torch.rand(6, 8), torch.rand(8)
+PARAMETER = nn.Parameter(torch.ones(3))
 CODES: list[LossCode] = [
     lambda out: functional.cross_entropy(out, LABELS),
     lambda out: functional.cross_entropy(out, LABELS, WEIGHTS, label_smoothing=0.1) / 3,
@@ -30,6 +31,12 @@ CODES: list[LossCode] = [
     lambda out: 0.3 + (TARGETS - 2.0 * out).square().mean(),
     lambda out: torch.sub(TARGETS, out, alpha=3).square().sum() + (out - TARGETS).square().sum(),
     lambda out: functional.cross_entropy(torch.cat([out, out.flip(0)]), LABELS.repeat(2)),
+    lambda out: functional.kl_div(out.log_softmax(-1), TARGETS, reduction="batchmean"),
+    lambda out: -torch.distributions.Normal(out, 2.0).log_prob(TARGETS).mean(),
+    lambda out: torch.where(TARGETS > 0.5, -out.log_softmax(-1), 3.0).sum() / 6,
+    lambda out: -out.log_softmax(-1)[torch.arange(6), LABELS.clamp(min=0)].mean(),
+    lambda out: sum(functional.mse_loss(*pair, reduction="sum") for pair in zip(out, TARGETS, strict=True)) / 48,
+    lambda out: functional.mse_loss(out, TARGETS) + 0.1 * PARAMETER.square().sum(),
 ]
 
 
@@ -48,6 +55,7 @@ def repeated(code: LossCode) -> tuple[float, float]:
     code(model(torch.randn(6, 4))).backward()
     batches = recording.take()
     recording.detach()
+    PARAMETER.data.add_(1.0)  # as an optimizer does; the loss reads what it is when the loss is repeated
     (batch,), losses = batches, batches.losses
     assert losses is not None
     (function,) = losses.as_functions()
@@ -88,7 +96,7 @@ def test_a_loss_that_a_model_returns_needs_no_code() -> None:
 
 def test_what_is_not_known_is_admitted() -> None:
     with pytest.raises(UnknownLossError, match="not all arguments of Sub are known"):
-        repeated(lambda out: functional.kl_div(out.log_softmax(-1), TARGETS, reduction="sum"))
+        repeated(lambda out: (TARGETS * out - TARGETS).sum(-1).tanh().sum())
     with pytest.raises(UnknownLossError, match="not all arguments of _Double are known"):
         repeated(lambda out: _Double.apply(out).sum())
 

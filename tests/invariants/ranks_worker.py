@@ -94,6 +94,33 @@ def without_the_last_sync() -> list[dict[str, Any]]:
     return records
 
 
+def spiking(*, is_exchanged: bool) -> list[dict[str, Any]]:
+    model, optimizer = wrapped()
+    net = model.module
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if is_exchanged:
+            dist.all_reduce(torch.ones(1))
+        return Net.forward(net, x)
+
+    net.forward = forward  # type: ignore[method-assign]
+    with monitored(model, optimizer, spikes=True) as records:
+        for step in range(1, 45):
+            x = batch(step) * (30.0 if step == 42 and not dist.get_rank() else 1.0)
+            (model(x).square().mean() + 0.1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [record for record in records if record.get("name") == "loss-spike"]
+
+
+def spike_on_one_rank() -> list[dict[str, Any]]:
+    return spiking(is_exchanged=False)
+
+
+def spike_of_a_forward_with_a_collective() -> list[dict[str, Any]]:
+    return spiking(is_exchanged=True)
+
+
 def written_on_one_rank() -> list[dict[str, Any]]:
     model, optimizer = wrapped()
 

@@ -53,13 +53,24 @@ def test_correct_scripts_break_none(script: Path, tmp_path: Path) -> None:
 
 SAVED = """
 import torch
+from torch.distributed import checkpoint as folders
 
 torch.manual_seed(0)
 path, resumes, fault = {path!r}, {resumes}, {fault!r}
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+def load_folder():
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    other = torch.optim.AdamW(model.parameters(), lr=0.0)
+    other.step()
+    other.zero_grad()
+    state = {{**other.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}}
+    checkpoint = {{"model": {{k: v.clone() for k, v in model.state_dict().items()}}, "optimizer": state}}
+    folders.load(checkpoint, checkpoint_id=path)
+    return checkpoint
 if resumes:
-    checkpoint = torch.load(path)
+    checkpoint = torch.load(path) if path.endswith(".pt") else load_folder()
     if fault != "weights":
         model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
@@ -72,7 +83,11 @@ for _ in range(6 if resumes else 200):
     optimizer.step()
     optimizer.zero_grad()
 if not resumes:
-    torch.save({{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}, path)
+    checkpoint = {{"model": model.state_dict(), "optimizer": optimizer.state_dict()}}
+    if path.endswith(".pt"):
+        torch.save(checkpoint, path)
+    else:
+        folders.save(checkpoint, checkpoint_id=path)
 """
 
 
@@ -99,3 +114,7 @@ def test_a_run_that_resumes_continues_the_loss_and_the_averages_of_the_run_that_
     (tmp_path / "copy.pt").write_bytes(path.read_bytes())
     path = tmp_path / "copy.pt"  # of which no run has recorded anything
     assert apart(fault="weights") == []
+    path = tmp_path / "folder"  # of torch.distributed.checkpoint
+    assert apart(resumes=False) == apart() == []
+    (loss,) = apart(fault="weights")
+    assert re.search(r"when folder was saved, after step 200 of \d{8}-\S+\.$", loss)

@@ -52,6 +52,14 @@ def test_what_ranks_break_is_named_within_two_checks(run: str, printed: dict[str
     assert all(part in text for part in parts), text
 
 
+def test_a_rank_repeats_its_own_loss_alone(printed: dict[str, list[Any]]) -> None:
+    ((*_, text),) = printed["spike_on_one_rank"]
+    assert "at step 42, " in text
+    assert "Replayed: the batch at the weights of step 17: loss " in text
+    ((*_, text),) = printed["spike_of_a_forward_with_a_collective"]
+    assert "Not replayed: its allreduce_ needs the other ranks, which do not replay it." in text
+
+
 def test_of_ranks_that_may_differ_nothing_is_said(printed: dict[str, list[Any]]) -> None:
     correct = {run: broken for run, broken in printed.items() if run.startswith("correct")}
     assert len(correct) == 7

@@ -157,9 +157,9 @@ def replayed_not(**options: Any) -> str:
 def test_where_a_loss_is_not_replayed_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = "castwise.monitor._loss_replays"
     with monkeypatch.context() as patched:
-        patched.setattr("castwise.monitor._monitor.has_several_ranks", lambda: True)
+        patched.setattr("castwise.monitor._monitor.can_be_replayed", lambda _: False)
         patched.setattr(f"{replays}.LossReplays.__init__", fail)  # no replay is even prepared
-        assert replayed_not() == "a forward may exchange tensors with other ranks."
+        assert replayed_not() == "a forward exchanges tensors with other ranks."
     with monkeypatch.context() as patched:
         patched.setattr(f"{replays}._SAME", -1.0)
         assert re.fullmatch(r"the loss of step 33 was \S+, and repeated \S+\.", replayed_not())
@@ -169,6 +169,28 @@ def test_where_a_loss_is_not_replayed_the_reason_is_told(monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr("castwise.diagnosis._trials.SECONDS", -1.0)
         assert replayed_not() == "time ran out."
+
+
+@pytest.mark.parametrize("shares_loss", [True, False])
+def test_of_several_optimizers_each_loss_is_judged_once_and_repeated(shares_loss: bool) -> None:
+    torch.manual_seed(0)
+    model, labels = nn.Sequential(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(128, 32)), torch.randint(32, (32,))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (model[0], model[2])]
+    records: list[dict[str, Any]] = []
+    with warnings.catch_warnings(), castwise.Monitor(model, optimizers, sinks=[records.append], spikes=True):
+        warnings.simplefilter("ignore")
+        for step in range(1, 64):
+            for stepped in [optimizers] if shares_loss else [optimizers[:1], optimizers[1:]]:
+                if step == 60:
+                    for state in [state for optimizer in stepped for state in optimizer.state.values()]:
+                        state["momentum_buffer"].mul_(3000.0)
+                x = torch.randint(32, (16, 8))
+                (0.2 + nn.functional.cross_entropy(model(x), labels[x[:, 0]])).backward()
+                for optimizer in stepped:
+                    optimizer.step()
+                model.zero_grad()
+    spikes = [each for each in records if each.get("name") == "loss-spike" and each["severity"] == "warning"]
+    assert ["Cause: weights. Replayed: " in spike["text"] for spike in spikes] == [True] * (1 if shares_loss else 2)
 
 
 def test_a_large_element_that_the_backward_gives_again_is_no_fault() -> None:

@@ -41,7 +41,6 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
-from castwise.diagnosis._replay import has_several_ranks
 from castwise.monitor._iterations import MonitoredIteration
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
@@ -251,7 +250,7 @@ class Account(Observer):
     def file_written(self, saved: object, path: object) -> None:
         """Record the last step and its loss with a file, for runs that resume from it."""
         monitors = [monitor for monitor in (reference() for reference in self._monitors) if monitor is not None]
-        if self._files is not None and self.run is not None and len(monitors) == 1 and not has_several_ranks():
+        if self._files is not None and self.run is not None and len(monitors) == 1:
             known = monitors[0].last_step()
             if known is not None:
                 self._files.written(self.run, saved, path, *known)
@@ -274,7 +273,9 @@ class Account(Observer):
             self._record_batches_of(optimizer)
 
     def _record_batches_of(self, optimizer: torch.optim.Optimizer) -> None:
-        """Start recording the batches of an optimizer's model, before its first step."""
+        """Start recording the batches of an optimizer's model, before its first step, and following checkpoints."""
+        if self._follows_calls:
+            TORCH_CALLS.follow_checkpoints()
         if not self._diagnoses or self.out is None or optimizer in self._registered:
             return
         model = model_with(params_of(optimizer))

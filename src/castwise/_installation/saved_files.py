@@ -66,8 +66,9 @@ class SavedFiles:
         identity, found = _Identity.of(path), list(_optimizer_states(saved))
         if identity is None or len(found) != 1:
             return
+        name = Path(path)  # type: ignore[arg-type]  # a path, as it has an identity
         line = {
-            "file": os.path.basename(os.fspath(path)),  # type: ignore[call-overload]  # a path, as it has an identity
+            "file": name.parent.name if name.name == ".metadata" else name.name,  # of torch.distributed.checkpoint
             "size": identity.size,
             "changed": identity.changed,
             "step": step,

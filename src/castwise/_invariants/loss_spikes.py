@@ -106,6 +106,7 @@ class LossSpikes:
         self._is_exempt = exemptions.has("loss-spike")
         self._sees_writes, self._looks_at_gradients = sees_writes, looks_at_gradients
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
+        self._latest: tuple[torch.optim.Optimizer | None, float] = None, 0.0  # the last loss, and whose
         self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
         self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
         self._norms: dict[torch.optim.Optimizer, GradientNorms] = {}
@@ -159,6 +160,9 @@ class LossSpikes:
         """
         if self._is_exempt or loss is None or not math.isfinite(loss) or loss <= 0.0:
             return
+        if self._latest[0] is not optimizer and self._latest[1] == loss:  # of one backward for several optimizers
+            return
+        self._latest = optimizer, loss
         losses, value = self._losses.setdefault(optimizer, _Losses()), math.log(loss)
         losses.count += 1
         if losses.pending is not None:

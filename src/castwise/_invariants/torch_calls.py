@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ class TorchCalls:
     def __init__(self) -> None:
         self._guard = ErrorBoundary("castwise does not know how batches are drawn and gradients are summed")
         self._followers = 0
-        self._saves: tuple[LayeredFunction, ...] = ()
+        self._checkpoints: tuple[tuple[LayeredFunction, Callable[..., Any]], ...] = ()
         self._hooks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._latest: tuple[ref[Any], ref[Any]] | None = None
         self._epochs: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -40,24 +41,28 @@ class TorchCalls:
                 function.add(layer)
 
     def follow_checkpoints(self) -> None:
-        """Also follow `torch.distributed.checkpoint.save` and `async_save`, if the script has imported them."""
-        package: Any = sys.modules.get("torch.distributed.checkpoint")
-        saver: Any = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
-        if self._saves or package is None or saver is None:
+        """Also follow functions of `torch.distributed.checkpoint` that save and load, if the script has imported it."""
+        name = "torch.distributed.checkpoint"
+        package, saver, loader = (
+            sys.modules.get(name + part) for part in ("", ".state_dict_saver", ".state_dict_loader")
+        )
+        if self._checkpoints or package is None or saver is None or loader is None:
             return
-        self._saves = tuple(LayeredFunction(name, package, saver) for name in ("save", "async_save"))
-        for function in self._saves:
-            function.add(self._save)
+        self._checkpoints = (
+            (LayeredFunction("save", package, saver), self._save),
+            (LayeredFunction("async_save", package, saver), self._async_save),
+            (LayeredFunction("load", package, loader), self._load),
+        )
+        for function, layer in self._checkpoints:
+            function.add(layer)
 
     def leave(self) -> None:
         """Undo one `follow`."""
         self._followers -= 1
         if not self._followers:
-            for function in self._saves:
-                function.remove(self._save)
-            self._saves = ()
-            for function, layer in self._layers:
+            for function, layer in (*self._checkpoints, *self._layers):
                 function.remove(layer)
+            self._checkpoints = ()
             self._hooks.clear()
             self._epochs.clear()
             self._latest = None
@@ -85,10 +90,21 @@ class TorchCalls:
         self._guard.call(self._hooks.__setitem__, wrapper, hook)
         return result
 
-    def _save(self, save: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def _async_save(self, save: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         for observer in tuple(OBSERVERS):
             self._guard.call(observer.file_saved, state_dict)
         return save(state_dict, *args, **kwargs)
+
+    def _save(self, save: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        result = self._async_save(save, state_dict, *args, **kwargs)
+        for observer in tuple(OBSERVERS):
+            self._guard.call(observer.file_written, state_dict, _file_of(**kwargs))
+        return result
+
+    def _load(self, load: Any, *args: Any, **kwargs: Any) -> Any:
+        for observer in tuple(OBSERVERS):
+            self._guard.call(observer.file_read, _file_of(**kwargs))
+        return load(*args, **kwargs)
 
     def _iter(self, begin: Any, loader: DataLoader[Any]) -> Any:
         iterator = begin(loader)
@@ -100,6 +116,11 @@ class TorchCalls:
         draws = isinstance(sampler, DistributedSampler) and sampler.shuffle and sampler.num_replicas > 1
         if draws and torch.is_grad_enabled():
             self._latest = ref(loader), ref(iterator)
+
+
+def _file_of(checkpoint_id: Any = None, **_: Any) -> Any:
+    """Return the file by which a folder with a checkpoint is known; None if it is not given as a path."""
+    return os.path.join(checkpoint_id, ".metadata") if isinstance(checkpoint_id, (str, os.PathLike)) else None
 
 
 TORCH_CALLS = TorchCalls()

@@ -18,6 +18,7 @@ from castwise._invariants.invariant import Exemptions, Violation, named
 from castwise.amp._gradients import params_of
 
 _SMALL = 1 << 16  # elements: a copy of such weights costs less than their digests
+_JOINED = 1 << 12  # elements: to compare such weights together costs less than one by one
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EVERY = 8  # by default, weights are compared before one step in so many
 _HABIT = 3  # steps before which a script writes weights that do so by intent
@@ -105,7 +106,7 @@ class _Group:
             if not self._is_copied:
                 if digest(now) != before:
                     yield name, now, None
-            elif (now.shape, now.dtype) == (before.shape, before.dtype) and not torch.equal(_bits(now), _bits(before)):
+            elif (now.shape, now.dtype) == (before.shape, before.dtype) and not _same_bits(now, before):
                 yield name, now, before
 
 
@@ -129,7 +130,7 @@ class _JoinedGroup:
     def differing(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """Yield the names of weights that are not what was kept, with what they are, and what they were."""
         before, now = self._before, self._joined()
-        if before is None or now.shape != before.shape or torch.equal(_bits(now), _bits(before)):
+        if before is None or now.shape != before.shape or _same_bits(now, before):
             return
         begin = 0
         for name, param in self.params.items():
@@ -239,7 +240,7 @@ class WrittenWeights:
             name = names.get(id(param), f"parameter {number}")
             if _can_compare(param) and not self._exemptions.has("written-weights", name):
                 is_small = param.numel() <= _SMALL
-                if is_small and not hasattr(param, "to_local") and param.is_contiguous():
+                if param.numel() <= _JOINED and not hasattr(param, "to_local") and param.is_contiguous():
                     joined.setdefault(param.dtype, {})[name] = param
                 elif is_small or self._copies:
                     copied.setdefault(param.dtype, {})[name] = param
@@ -283,6 +284,15 @@ def _written(step: int, name: str, now: torch.Tensor, before: torch.Tensor | Non
         return Written(step, name, 1, now.numel(), flipped=(first, bit), values=values)
     ratio = float((new[at].double() / old[at].double()).median())
     return Written(step, name, len(at), now.numel(), ratio)
+
+
+def _same_bits(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return True if two contiguous tensors of one shape and dtype have the same bits."""
+    pair = now.view(-1), before.view(-1)
+    if all(each.nbytes % 8 == each.storage_offset() * each.itemsize % 8 == 0 for each in pair):
+        pair = pair[0].view(torch.int64), pair[1].view(torch.int64)  # which torch compares twice as fast
+        return torch.equal(*pair)
+    return torch.equal(*map(_bits, pair))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

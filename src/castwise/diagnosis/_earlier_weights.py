@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,11 +55,13 @@ class WeightsOfStep:
 class EarlierWeights:
     """Copies of weights in the host's memory, from two steps that are at least 16 apart.
 
-    On an accelerator the copies are asynchronous, into pinned memory.
+    Of several optimizers with batches of their own, each has its turn. On an accelerator the copies are asynchronous,
+    into pinned memory.
     """
 
     def __init__(self) -> None:
         self._kept: list[WeightsOfStep] = []  # the older one first
+        self._of: deque[torch.optim.Optimizer | None] = deque(maxlen=2)  # those before whose steps they were made
         self.is_held = False
         """Whether to take no more copies for now."""
 
@@ -67,15 +70,24 @@ class EarlierWeights:
         """The numbers of the steps before which weights were copied."""
         return [kept.step for kept in self._kept]
 
-    def keep(self, step: int, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def keep(
+        self,
+        step: int,
+        optimizers: Sequence[torch.optim.Optimizer],
+        stepping: torch.optim.Optimizer | None = None,
+    ) -> None:
         """Copy weights, if the last copy is 16 steps old.
 
         Args:
             step: Number of the step that is about to be taken; those of all optimizers of a model count.
             optimizers: Those whose parameters are copied.
+            stepping: That which is about to step.
         """
-        if self.is_held or (self._kept and 0 <= step - self._kept[-1].step < EVERY):
+        # Before the same optimizer's step again only if all others have had a chance.
+        least = EVERY if stepping not in self._of else EVERY + len(optimizers) - 1
+        if self.is_held or (self._kept and 0 <= step - self._kept[-1].step < least):
             return
+        self._of.append(stepping)
         params = [param for optimizer in optimizers for param in params_of(optimizer)]
         unused = self._kept.pop(0) if len(self._kept) == 2 else None
         buffers = [] if unused is None else [copy for _, copy in unused.weights]

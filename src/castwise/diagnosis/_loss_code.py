@@ -16,7 +16,7 @@ from castwise._torch_private import graph_nodes_made, number_of_node, version
 from castwise.amp._devices import is_capturing
 from castwise.diagnosis._diagnosis import Diagnosis
 from castwise.diagnosis._lone_values import find_lone_value
-from castwise.diagnosis._loss_function import LossFunction, ModelEdge
+from castwise.diagnosis._loss_function import LossFunction, ModelEdge, is_parameter
 from castwise.diagnosis._loss_graph import LossFault, first_fault, first_fault_of_backward, frozen, nodes_of, saved_by
 from castwise.diagnosis._op_remedies import UNKNOWN, advice_on_op
 from castwise.diagnosis._ranges import Range, range_of
@@ -40,8 +40,10 @@ class _Seen(NamedTuple):
 
     @staticmethod
     def of(value: Any) -> _Seen:
-        """Return what is seen now; of a tensor without its graph."""
-        return _Seen(value.detach(), version(value)) if isinstance(value, torch.Tensor) else _Seen(value, 0)
+        """Return what is seen now; of a tensor without its graph, unless it is a parameter."""
+        if not isinstance(value, torch.Tensor):
+            return _Seen(value, 0)
+        return _Seen(value if is_parameter(value) else value.detach(), version(value))
 
     def is_unchanged(self) -> bool:
         """Return False for a tensor that was written to since."""
@@ -116,7 +118,7 @@ class LossesOfStep:
         """
         outputs = _unchanged(self._outputs)
         return [
-            LossFunction(each.loss, each.edge, each.nodes, list(map(_unchanged, each.saved)), outputs)
+            LossFunction(each.loss, each.edge, each.nodes, list(map(_repeatable, each.saved)), outputs)
             for each in self._all
         ]
 
@@ -364,6 +366,11 @@ def _structure(nodes: list[Any]) -> _Structure:
 
 def _unchanged(seen: Mapping[_Key, _Seen]) -> dict[_Key, Any]:
     return {key: one.value for key, one in seen.items() if one.is_unchanged()}
+
+
+def _repeatable(seen: Mapping[_Key, _Seen]) -> dict[_Key, Any]:
+    """Return what is unchanged, and parameters, which have the values of a step again when its loss is repeated."""
+    return {key: one.value for key, one in seen.items() if one.is_unchanged() or is_parameter(one.value)}
 
 
 def _is_large(value: Any) -> bool:

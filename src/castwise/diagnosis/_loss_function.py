@@ -14,6 +14,13 @@ from castwise.diagnosis._loss_graph import LEAF, Edge, Overload, Values, is_free
 ModelEdge = tuple[int, int]
 """The number of a model's node, and the index of a tensor among its outputs."""
 
+# Ops that pass on a constant that was added to their input, if what else they read is constant.
+_LINEAR = {
+    *("Add", "Sub", "Rsub", "Neg", "Sum", "Mean", "Mul", "Div", "Where", "MaskedFill", "ToCopy", "Clone", "Alias"),
+    *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Expand", "T", "Transpose", "Permute"),
+    *("Select", "Slice", "Split", "SplitWithSizes", "Unbind", "Index", "Gather", "Cat", "Stack"),
+}
+
 
 class UnknownLossError(Exception):
     """The code of a loss cannot be repeated; the text says why."""
@@ -57,13 +64,25 @@ class LossFunction:
         self.loss, self._edge = loss, edge
         places = {node: place for place, node in enumerate(nodes)}
         self._calls: list[_Call] = []
+        self._constant: torch.Tensor | None = None
         values: Values | None = None
+        incomplete: dict[Any, str] = {}  # nodes whose results are without a constant, and the op that adds it
         for place, (node, of_node) in enumerate(zip(nodes, saved, strict=True)):
             call = _call(node, of_node, places)
             if call is None:
                 values = values or _evaluated(loss, nodes, saved, outputs)
                 call = _sum(node, of_node, places, values, loss if place + 1 == len(nodes) else values.on((node, 0)))
+            if call is None:
+                call, incomplete[node] = _without_constant(node, of_node, places), _name_of(node)
+            adds = next((incomplete[source] for source, _ in node.next_functions if source in incomplete), None)
+            if adds is not None:
+                if not _passes_on_constants(node):
+                    raise UnknownLossError(f"not all arguments of {adds} are known")
+                incomplete[node] = adds
             self._calls.append(call)
+        if incomplete:  # what is missing was in the loss, too
+            with torch.no_grad():
+                self._constant = loss - self._computed(outputs)
 
     @property
     def reads(self) -> set[ModelEdge]:
@@ -81,6 +100,10 @@ class LossFunction:
             UnknownLossError: An output is missing, or a target was written to since.
             Exception: Whatever an op raises.
         """
+        loss = self._computed(outputs)
+        return float(loss if self._constant is None else loss + self._constant)
+
+    def _computed(self, outputs: Mapping[ModelEdge, torch.Tensor]) -> torch.Tensor:
         results: list[Any] = []
 
         def value(given: Any) -> Any:
@@ -99,8 +122,8 @@ class LossFunction:
             if any(version(tensor) != counted or is_freed(tensor) for tensor, counted in call.versions):
                 raise UnknownLossError("what it reads was written to or freed since")
             results.append(call.op(**{name: value(given) for name, given in call.arguments.items()}))
-        loss = value(_Result(len(results) - 1) if results else _Result(self._edge))
-        return float(loss)
+        loss: torch.Tensor = value(_Result(len(results) - 1) if results else _Result(self._edge))
+        return loss
 
 
 def _call(node: Any, saved: Mapping[str, Any], places: Mapping[Any, int]) -> _Call | None:
@@ -108,6 +131,7 @@ def _call(node: Any, saved: Mapping[str, Any], places: Mapping[Any, int]) -> _Ca
         arguments = _arguments(overload, node, saved, places)
         if arguments is not None:
             tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+            tensors = [tensor for tensor in tensors if not is_parameter(tensor)]  # which have the values of their step
             return _Call(overload.op, arguments, [(tensor, version(tensor)) for tensor in tensors])
     return None
 
@@ -126,19 +150,51 @@ def _evaluated(
 
 def _sum(
     node: Any, saved: Mapping[str, Any], places: Mapping[Any, int], values: Values, result: torch.Tensor | None
-) -> _Call:
-    """Return the call of a sum with a constant, which is not saved and follows from the result."""
-    name = re.sub(r"Backward\d*$", "", node.name())
+) -> _Call | None:
+    """Return the call of a sum with a constant, which is not saved and follows from the result; None if it does not."""
     sources = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] is not None]
-    if name not in {"Add", "Sub", "Rsub"} or len(sources) != 1 or result is None:
-        raise UnknownLossError(f"not all arguments of {name} are known")
+    if _name_of(node) not in {"Add", "Sub", "Rsub"} or len(sources) != 1 or result is None:
+        return None
     place, edge = sources[0]
     known, given = values.on(edge), _of_edge(edge, places)
     if known is None or given is None:
-        raise UnknownLossError(f"not all arguments of {name} are known")
-    factor = (-1.0 if (name == "Sub") == (place == 1) and name != "Add" else 1.0) * (saved["alpha"] if place else 1.0)
+        return None
+    factor = _factor(node, saved, place)
     constant = result.detach() - factor * known
     return _Call(lambda given: constant + factor * given, {"given": given}, [])
+
+
+def _factor(node: Any, saved: Mapping[str, Any], place: int) -> float:
+    """Return the factor of a summand in a sum or a difference."""
+    name = _name_of(node)
+    return (-1.0 if (name == "Sub") == (place == 1) and name != "Add" else 1.0) * (saved["alpha"] if place else 1.0)
+
+
+def _without_constant(node: Any, saved: Mapping[str, Any], places: Mapping[Any, int]) -> _Call:
+    """Return the call of an op with 0 instead of what it adds to one input, or chooses instead of it by a mask."""
+    sources = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] is not None]
+    given = _of_edge(sources[0][1], places) if len(sources) == 1 else None
+    if given is not None and _name_of(node) in {"Add", "Sub", "Rsub"}:
+        factor = _factor(node, saved, sources[0][0])
+        return _Call(lambda given: factor * given, {"given": given}, [])
+    condition = saved.get("condition")
+    if given is not None and _name_of(node) == "Where" and isinstance(condition, torch.Tensor):
+        is_taken = condition if sources[0][0] == 0 else ~condition
+        versions = [(condition, version(condition))]
+        return _Call(lambda given: torch.where(is_taken, given, 0.0), {"given": given}, versions)
+    raise UnknownLossError(f"not all arguments of {_name_of(node)} are known")
+
+
+def _passes_on_constants(node: Any) -> bool:
+    """Return True if a constant that is added to an op's input is only added, moved or scaled in its result."""
+    name, edges = _name_of(node), node.next_functions
+    if name == "Mul":
+        return sum(source is not None for source, _ in edges) == 1
+    return name in _LINEAR and (name != "Div" or all(source is None for source, _ in edges[1:]))
+
+
+def _name_of(node: Any) -> str:
+    return re.sub(r"Backward\d*$", "", node.name())
 
 
 def _arguments(
@@ -156,8 +212,11 @@ def _arguments(
     arguments: dict[str, Any] = {}
     for argument in overload.schema.arguments:
         name, kind = argument.name, str(argument.type)
-        if takes_tensors(argument):
-            given: Any = [_of_edge(edge, places) for edge in node.next_functions]
+        given: Any
+        if isinstance(saved.get(name), (list, tuple)) and "Tensor" in kind:  # indices
+            given = list(saved[name])
+        elif takes_tensors(argument):
+            given = [_of_edge(edge, places) for edge in node.next_functions]
             if any(value is None for value in given):
                 return None
         elif "Tensor" in kind:
@@ -175,6 +234,11 @@ def _arguments(
             return None
         arguments[name] = given
     return arguments
+
+
+def is_parameter(value: Any) -> bool:
+    """Return True for a leaf that may be trained: its values change by each step, and a replay has those it needs."""
+    return isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad
 
 
 def _of_edge(edge: Edge, places: Mapping[Any, int]) -> _Result | None:

@@ -16,8 +16,9 @@ from castwise.diagnosis._earlier_weights import EVERY, EarlierWeights, WeightsOf
 from castwise.diagnosis._fault_search import without_autocast
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._loss_function import ModelEdge, UnknownLossError
+from castwise.diagnosis._module_state import UnrepeatableError
 from castwise.diagnosis._recording import MicroBatch, MicroBatches
-from castwise.diagnosis._replay import gradients_of, within_training
+from castwise.diagnosis._replay import gradients_of, has_several_ranks, within_training
 from castwise.diagnosis._trials import OutOfTimeError, TimeLimit, put_back
 
 _OLD = 4  # batches of earlier steps
@@ -62,8 +63,8 @@ class _StepLoss:
         with nullcontext() if weights is None else weights.applied():
             for batch in self._batches:
                 outputs |= _outputs_again(batch, limit)
-        with without_autocast(self._batches[0].model, []) if self._batches else nullcontext():
-            again = sum(function(outputs) for function in self._functions)
+            with without_autocast(self._batches[0].model, []) if self._batches else nullcontext():
+                again = sum(function(outputs) for function in self._functions)  # which may read weights, too
         scaled = sum(float(function.loss) for function in self._functions)  # as a scaler has scaled them
         return again * self.loss / scaled if scaled else math.nan
 
@@ -71,8 +72,8 @@ class _StepLoss:
 class LossReplays:
     """Keeps a few batches, and repeats their losses where a spike is suspected. A replay changes no state.
 
-    A loss is repeated only if that of the step whose weights are used comes out as it was. All in one process: a
-    forward may exchange tensors with other ranks.
+    A loss is repeated only if that of the step whose weights are used comes out as it was. Each rank repeats its own
+    losses, alone: a forward that would exchange tensors with other ranks is not repeated.
 
     Args:
         weights: Copies of the weights.
@@ -104,7 +105,7 @@ class LossReplays:
         self._spikes += 1
         try:
             trial = self._tried(_StepLoss(step, loss, batches), list(self._old.get(optimizer, ())))
-        except (UnknownLossError, OutOfTimeError) as why:
+        except (UnknownLossError, OutOfTimeError, UnrepeatableError) as why:
             return str(why)
         except Exception as error:
             return f"it raised {type(error).__name__}"
@@ -142,8 +143,11 @@ class LossReplays:
         return SpikeTrial(known.step, of_batch, usual, _mean(now))
 
     def gradient(self, param: torch.Tensor, batches: MicroBatches | None) -> torch.Tensor | None:
-        """Return a parameter's gradient by a second backward of a step's batches; None if it cannot be repeated."""
-        if batches is None or self._gradients >= _MOST:
+        """Return a parameter's gradient by a second backward of a step's batches; None if it cannot be repeated.
+
+        Gradients of several ranks are averages, which one rank cannot repeat.
+        """
+        if batches is None or self._gradients >= _MOST or has_several_ranks():
             return None
         self._gradients += 1
         limit, total = TimeLimit(), None

@@ -25,7 +25,7 @@ from castwise._torch_private import is_compiled, without_modes, wraps_compiled
 from castwise._warnings import warn_or_print
 from castwise._wrapped_optimizers import unwrapped
 from castwise.amp._outcomes import Cause, StepFacts
-from castwise.diagnosis._replay import has_several_ranks, is_replaying
+from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
@@ -314,8 +314,8 @@ class Monitor:
             return None, ". --spikes also looks at gradients, and at weights before each step, and repeats losses"
         from castwise.monitor._loss_replays import LossReplays
 
-        if has_several_ranks() or is_of_fsdp(self._model):
-            return None, ": a forward may exchange tensors with other ranks"
+        if is_of_fsdp(self._model) or not can_be_replayed(self._model):
+            return None, ": a forward exchanges tensors with other ranks"
         self._recording = self._recording or self._recording_for_spikes()
         self._weights = self._weights or _earlier_weights()
         return LossReplays(self._weights), ""
@@ -426,8 +426,9 @@ class Monitor:
         iteration = self._iterations.note_gradients(optimizer, self._source.iteration)
         if self._recording is not None:
             iteration.note_batches(optimizer, self._recording.take())
-            if self._weights is not None:
-                self._weights.keep(self._step_to_take(), self._optimizers)
+            # An optimizer without batches steps with the gradients of the one before.
+            if self._weights is not None and (len(self._optimizers) == 1 or iteration.batches.get(optimizer)):
+                self._weights.keep(self._step_to_take(), self._optimizers, optimizer)
         if self._invariant_checks is not None:
             self._model_hooks.put_back()
             self._invariant_checks.before_step(optimizer, iteration.batches.get(optimizer))
