@@ -613,3 +613,27 @@ def test_where_frozen_weights_constants_and_groups_stand_is_no_difference() -> N
     assert check(program, fewer).kind == "same"
     assert check(functools.partial(program, "trains all"), golden).kind == "different"
     assert check(functools.partial(program, lr=0.2), golden).where == "optimizer"
+
+
+@pytest.mark.parametrize("compiled", ["whole step", "optimizer"])
+def test_steps_may_be_compiled(compiled: str) -> None:
+    """Dynamo follows what it compiles into the hooks of an optimizer, and failed there."""
+
+    def program(what: str = compiled, lr: float = 0.1) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        take = torch.compile(optimizer.step, backend="eager") if what == "optimizer" else optimizer.step
+
+        def step(batch: torch.Tensor) -> None:
+            model(batch).square().mean().backward()
+            take()
+            optimizer.zero_grad()
+
+        run = torch.compile(step, backend="eager") if what == "whole step" else step
+        for _ in range(2):
+            run(torch.rand(5, 3))
+
+    golden = record(functools.partial(program, "nothing"), 2)
+    assert check(program, golden).kind == "identical"
+    assert check(functools.partial(program, lr=0.2), golden).where == "optimizer"

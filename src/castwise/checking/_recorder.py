@@ -28,6 +28,7 @@ from castwise._torch_private import (
     counted_version,
     is_backward_running,
     is_compiler_loaded,
+    never_traced,
     tree_leaves,
     tree_map,
     without_dispatch_modes,
@@ -314,6 +315,7 @@ class Recorder:
             key = ProbeKey(self._step, "arrived", self.names.param(param))
             self._store(key, param.grad, scale=self._scale)
 
+    @never_traced  # an optimizer's step may be compiled
     def stepping(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record gradients and settings before a step. Raises EndOfRun if the optimizer has taken its last."""
         self._nested += 1
@@ -372,6 +374,7 @@ class Recorder:
                 {"optimizer": type(optimizer).__name__, "group": number, "values": values, "params": names}
             )
 
+    @never_traced
     def stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record updates and buffers after a step. Raises EndOfRun after the last, unless it ends late."""
         self._nested -= 1
@@ -581,6 +584,7 @@ def _replaced(owner: Any, name: str, instead: Callable[..., Any]) -> Iterator[No
     """Replace a function by one that gets it as its first argument."""
     original = getattr(owner, name)
 
+    @never_traced
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs)
