@@ -214,7 +214,8 @@ def changed_settings(golden: Golden, now: list[list[dict[str, Any]]]) -> dict[st
             found[f"{len(before)} parameter groups are now {len(after)}"] = False
             continue
         order = order or _order_of(before, after)  # only the first step has the names of parameters
-        after = [after[position] for position in order]
+        if len(order) <= len(after):  # groups may have been added since
+            after = [after[position] for position in (*order, *range(len(order), len(after)))]
         for old, new in zip(before, after, strict=True):
             is_another = old["optimizer"] != new["optimizer"]
             if is_another:

@@ -353,7 +353,8 @@ class Recorder:
         ]
 
     def _find_others(self) -> None:
-        optimized = [param for optimizer in self._optimizers for param in _params_of(optimizer)]
+        params = (param for optimizer in self._optimizers for param in _params_of(optimizer))
+        optimized = [param for param in params if param.requires_grad]
         found = self.names.others(optimized, self._older)
         with torch.no_grad(), without_dispatch_modes():
             self._others = {name: (found[name], sketch) for name, sketch in sketches_of(found.items())}
@@ -495,6 +496,7 @@ class Recorder:
         self._is_off = True
         # Writing to the buffers would spoil what the backward of a batch normalization has saved.
         buffers = [(table, dict(table)) for table in map(buffers_in, module.modules())]
+        weights = [(param, param.data) for param in module.parameters()]
         after = torch.get_rng_state()
         try:
             for table, before in buffers:
@@ -511,6 +513,9 @@ class Recorder:
             torch.set_rng_state(after)
             for table, before in buffers:
                 table.update(before)
+            for param, data in weights:
+                if param.dtype != data.dtype or param.data_ptr() != data.data_ptr():  # the module has set other data
+                    param.data = data
             self._is_off = False
 
 
