@@ -36,7 +36,7 @@ import castwise
 from benchmarks import recording
 from castwise.master_weights import _buckets
 
-KINDS = ("loop", "Accelerate", "Fabric", "Lightning")
+KINDS = ("loop", "Accelerate", "Fabric", "Lightning", "Trainer")
 WIDTHS = (3, 8, 17, 32)
 OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "SGD": functools.partial(optim.SGD, lr=0.05),
@@ -118,6 +118,7 @@ def draw(seed: int, kind: str = "loop") -> Program:
     may_fuse = optimizer in HAVE_FUSED and (optimizer != "SGD, momentum" or frozen_from is None)
     implementations = ["foreach", "for-loop", *(["fused"] if may_fuse else [])]
     scaler = pick.choice(["none", "none", "guard", "scale"])
+    scaler = "none" if kind == "Trainer" else scaler  # which has none for bf16
     clip = pick.choice(["nothing", "norm", "norm", "value", *(["max norm", "both"] if alone else [])])
     return Program(
         seed=seed,
@@ -408,7 +409,47 @@ def by_lightning(training: Training) -> None:
         )
 
 
-RUN = dict(zip(KINDS, (loop, accelerated, fabricated, by_lightning), strict=True))
+def by_transformers(training: Training) -> None:
+    """Train with the Transformers Trainer, whose accelerator castwise prepares."""
+    import accelerate.state
+    import transformers
+
+    from castwise.integrations.accelerate import prepare
+
+    program = training.program
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = training.model
+
+        def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+            return {"loss": training.loss(self.net, tokens, -1) * program.micro_batches}  # the Trainer divides, too
+
+    def factor(step: int) -> float:
+        return 1.0 / (1 + step) if program.schedule else 1.0
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = transformers.TrainingArguments(
+            *(folder,), max_steps=program.steps, use_cpu=True, bf16=True, report_to=[], save_strategy="no",
+            disable_tqdm=True, logging_steps=1, per_device_train_batch_size=2, remove_unused_columns=False,
+            gradient_accumulation_steps=program.micro_batches, max_grad_norm=0.5 if program.clip == "norm" else 0.0,
+        )  # fmt: skip
+        rows = [{"tokens": row} for batch in training.batches() for tokens in batch for row in tokens]
+        optimizers = training.optimizer, torch.optim.lr_scheduler.LambdaLR(training.optimizer, factor)
+        trainer = transformers.Trainer(
+            Model(), settings, train_dataset=rows, optimizers=optimizers,
+            callbacks=[], data_collator=lambda rows: {"tokens": torch.stack([row["tokens"] for row in rows])},
+        )  # fmt: skip
+        trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
+        prepare(trainer.accelerator)
+        trainer.train()
+    training.numbers += [torch.tensor(row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+RUN = dict(zip(KINDS, (loop, accelerated, fabricated, by_lightning, by_transformers), strict=True))
 
 
 def results(program: Program) -> list[list[Tensor]]:

@@ -16,7 +16,8 @@ def test_programs_have_the_bits_of_fp32_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "package"), [("Accelerate", "accelerate"), ("Fabric", "lightning"), ("Lightning", "lightning")]
+    ("kind", "package"),
+    [("Accelerate", "accelerate"), ("Fabric", "lightning"), ("Lightning", "lightning"), ("Trainer", "transformers")],
 )
 def test_programs_of_frameworks_have_the_bits_of_fp32_weights(kind: str, package: str) -> None:
     pytest.importorskip(package)

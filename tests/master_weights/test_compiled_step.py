@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -237,21 +238,112 @@ def test_copies_go_on_with_the_same_bits(taken: list[bool]) -> None:
     assert taken == [False, True, True]
 
 
-def test_where_torch_rounds_in_another_way_steps_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = pair()
-    monkeypatch.setattr(compiled_step, "_have_equal_bits", lambda a, b: False)
+@pytest.mark.parametrize("reason", ["rounds in another way on this machine", "numba raised NotImplementedError: jit"])
+def test_where_kernels_are_of_no_use_steps_are_not_compiled(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise NotImplementedError("jit is off\nmore")
+
+    if "numba" in reason:
+        monkeypatch.setattr(compiled_step, "_tried", fail)
+    else:
+        monkeypatch.setattr(compiled_step, "_have_equal_bits", lambda a, b: False)
     forms_of_torch.cache_clear()
     try:
-        for step in range(2):
-            fill(pairs, step)
-            pairs[0][1].step()
-            if step == 0:
-                with pytest.warns(RuntimeWarning, match="rounds in another way on this machine"):
-                    pairs[1][1].step()
-            else:
-                pairs[1][1].step()
+        with pytest.warns(RuntimeWarning, match=reason):
+            pairs = pair()
     finally:
         forms_of_torch.cache_clear()
+    for step in range(2):
+        fill(pairs, step)
+        for _, optimizer in pairs:
+            optimizer.step()
+    assert_same(pairs)
+
+
+def test_it_is_tried_in_fp32_whatever_the_default() -> None:
+    forms = forms_of_torch()
+    forms_of_torch.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert forms_of_torch() == forms
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_vectors_of_16_cross_the_borders_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digests are right whatever elements torch steps in vectors."""
+    layers = nn.ModuleList([nn.Linear(8, 1, bias=False), nn.Linear(2047, 1, bias=False)])
+    optimizer = MasterWeights(torch.optim.AdamW(layers.parameters(), fused=True), layers, compiled=True)
+    monkeypatch.setattr(compiled_step, "forms_of_torch", lambda: compiled_step.Forms(16, 1, 2))
+    for step in range(3):
+        fill([(layers, optimizer)], step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+
+
+def test_digests_write_nothing_and_compare_what_is_written() -> None:
+    _, (layers, optimizer) = pair()
+    (bucket,) = optimizer._buckets
+    values = {name: torch.full_like(value, 1.00390625) for name, value in optimizer.fp32_state_dict(layers).items()}
+    optimizer.load_fp32_state_dict(layers, values)  # ties, all of which are rounded down
+    fill([(layers, optimizer)], 0)
+    before = [param.detach().clone() for param in layers.parameters()]
+    digests = compiled_step.digests_of(bucket)
+    assert digests == bucket.digest
+    assert all(map(torch.equal, before, layers.parameters()))
+    next(layers.parameters()).data[1, 1] = 7.0
+    assert compiled_step.digests_of(bucket) != digests
+
+
+def test_a_forked_process_steps_in_the_other_way() -> None:
+    """OpenMP would end it."""
+    script = """if True:
+        import os
+        import torch
+        from castwise import MasterWeights
+        torch.set_num_threads(1)
+        layer = torch.nn.Linear(3, 2)
+        optimizer = MasterWeights(torch.optim.AdamW(layer.parameters(), fused=True), layer, compiled=True)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        optimizer.step()
+        optimizer.step()
+        if child := os.fork():
+            print(os.waitpid(child, 0)[1])
+        optimizer.step()
+        if not child:
+            other = torch.nn.Linear(3, 2)
+            MasterWeights(torch.optim.AdamW(other.parameters(), fused=True), other, compiled=True)
+        print(optimizer.fp32_state_dict(layer)["weight"].sum().item())
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    of_child, status, of_parent = done.stdout.split()
+    assert status == "0"
+    assert of_child == of_parent
+
+
+@pytest.mark.parametrize("betas", [(0.5, 0.9), (0.50000001, 0.9), (0.0, 0.9), (0.9, 0.0), (1 - 1e-17, 0.9)])
+def test_unusual_betas(betas: tuple[float, float]) -> None:
+    pairs = pair()
+    for _, optimizer in pairs:
+        for group in optimizer.param_groups:
+            group["betas"] = betas
+    for step in range(4):
+        fill(pairs, step, scale=10.0**step)
+        for _, optimizer in pairs:
+            optimizer.step()
+    assert_same(pairs)
+
+
+def test_weight_decay_that_is_not_decoupled() -> None:
+    pairs = pair(weight_decay=0.1)
+    for step in range(4):
+        fill(pairs, step)
+        for _, optimizer in pairs:
+            for group in optimizer.param_groups:
+                group["decoupled_weight_decay"] = False
+            optimizer.step()
     assert_same(pairs)
 
 

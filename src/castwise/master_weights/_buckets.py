@@ -271,7 +271,7 @@ class Bucket:
     """Whether alignment leaves gaps between segments."""
     digest: int | tuple[bytes, ...] | None = None
     """`_digest_of` the 16-bit weights when they were last written. CPU only."""
-    digests_of: Callable[[Bucket], tuple[bytes, ...]] | None = None
+    digests_of: Callable[[Bucket], tuple[bytes, ...] | None] | None = None
     """Returns digests of the segments' 16-bit weights, if compiled steps compute others than `_digest`."""
     codec: Codec = field(init=False)
 
@@ -311,7 +311,8 @@ class Bucket:
                 weights.zero_()
             torch._foreach_copy_([loan.low for loan in views.loans], [each.param_view() for each in self.segments])
         self.codec.decode(weights, views.values)
-        if self.digest is None or self.digest == self._digest_of(weights):
+        now = None if self.digest is None else self._digest_of(weights)
+        if now in (None, self.digest):
             return []
         # Which segment differs is unknown, so all of them are, but for those whose own digests are known.
         written = [segment for segment in self.segments if not segment.weight.matches_kept()]
@@ -337,7 +338,8 @@ class Bucket:
         for segment in stepped:
             segment.weight.note_written()
 
-    def _digest_of(self, weights: torch.Tensor) -> int | tuple[bytes, ...]:
+    def _digest_of(self, weights: torch.Tensor) -> int | tuple[bytes, ...] | None:
+        """Return a digest of the 16-bit weights, of which `weights` is a copy if there are several segments."""
         return _digest(weights) if self.digests_of is None else self.digests_of(self)
 
     def _weights(self, views: BucketViews) -> torch.Tensor:

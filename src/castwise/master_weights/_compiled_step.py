@@ -12,8 +12,9 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import numba
@@ -26,10 +27,13 @@ from castwise.master_weights._buckets import Bucket, Weight, local
 from castwise.master_weights._clipping import Clip
 from castwise.master_weights._codecs import Split
 from castwise.master_weights._inner_optimizers import MOMENTS, step_without_hooks
-from castwise.master_weights._kernels import GOLDEN
+from castwise.master_weights._kernels import GOLDEN, POOL
 from castwise.master_weights._low_state import LowState, stream_of
 
-_NO_WORDS = (np.zeros(0, np.int32),) * 3
+_NO_WORDS = np.zeros(POOL, np.int32), np.zeros(0, np.int32), np.zeros(0, np.int32)
+_OF_ONE_THREAD = "workqueue"
+"""The layer of numba whose use by two threads at once ends the process."""
+_LAUNCHED_IN: list[int] = []  # the process
 _T = TypeVar("_T")
 
 
@@ -75,12 +79,14 @@ def take(
         low_state: Which state is stored in 16 bits.
     """
     forms, dtype = forms_of_torch(), low_state.dtypes.get(MOMENTS[0], torch.float32)
-    if forms is None or residues or (stepped := _stepped(optimizer, buckets, clips, dtype)) is None:
+    if forms is None or _is_forked() or residues or (stepped := _stepped(optimizer, buckets, clips, dtype)) is None:
         return False
     # Nothing is written before all weights have been compared: the other way handles those that were written to.
-    before = dict(zip(buckets, _map(digests_of, buckets), strict=True))
-    if any(bucket.digest not in (None, now) for bucket, now in before.items()):
-        return False
+    before = {}
+    for bucket, digests in zip(buckets, _map(digests_of, buckets), strict=True):
+        if digests is None or bucket.digest not in (None, digests):
+            return False
+        before[bucket] = digests
     _map(lambda bucket: _step_bucket(bucket, before[bucket], stepped, forms, low_state), buckets)
     if stepped:
         torch._foreach_add_([each.count for each in stepped.values()], 1)
@@ -104,9 +110,11 @@ def _stepped(
             if param.grad is None or (weight := weights.get(param)) is None:
                 continue
             state = optimizer.state.get(param, {})
+            if not _is_known(group, state, optimizer):
+                return None
             factors = [clip.factor for clip in clips if clip.params is None or param in clip.params]
             tensors = [local(each) for each in (param, param.grad, *(state[name] for name in MOMENTS if name in state))]
-            if not _is_known(group, optimizer) or len(tensors) < 4 or len(factors) > 1 or not _fit(tensors, dtype):
+            if len(tensors) < 4 or len(factors) > 1 or not _fit(tensors, dtype):
                 return None
             of_step = state["step"].item(), 1.0 if not factors or factors[0] is None else factors[0].item()
             if of_step not in settings:
@@ -116,23 +124,28 @@ def _stepped(
     return stepped
 
 
-def _is_known(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+def _is_known(group: Mapping[str, Any], state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    numbers, count = (group["lr"], group["weight_decay"], *group["betas"]), state.get("step")
+    if not (isinstance(count, torch.Tensor) and count.dtype is torch.float32 and count >= 0):
+        return False
+    if any(isinstance(number, torch.Tensor) for number in numbers) or not max(group["betas"]) < 1:
+        return False
+    is_decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
     return bool(
         group["fused"]
         and not (group["amsgrad"] or group["maximize"])
-        and not (type(optimizer) is torch.optim.Adam and group["weight_decay"])
-        and not any(isinstance(number, torch.Tensor) for number in (group["lr"], *group["betas"]))
-        and group["betas"][0] > 0.5  # below, torch's lerp rounds in another way
+        and (is_decoupled or not group["weight_decay"])
+        and np.float32(1 - group["betas"][0]) < 0.5  # from which on torch's lerp rounds in another way
     )
 
 
 def _fit(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
-    """Return True if a weight, its gradient and its moments have dtypes and strides that the kernels read."""
+    """Return True if a weight, its gradient and its moments have the dtypes, shapes and strides that kernels read."""
     weight, grad, *moments = tensors
     return (
         grad.dtype is torch.bfloat16
         and not grad.is_neg()
-        and all(tensor.stride() == weight.stride() for tensor in tensors)
+        and all(tensor.shape == weight.shape and tensor.stride() == weight.stride() for tensor in tensors)
         and all(moment.dtype is dtype for moment in moments)
     )
 
@@ -143,7 +156,8 @@ def _setting(group: Mapping[str, Any], count: float, factor: float) -> tuple[Any
         *(1 - lr * group["weight_decay"], 1 - beta1, beta2, 1 - beta2),
         *(math.sqrt(1 - beta2**count), group["eps"], -(lr / (1 - beta1**count)), factor),
     )
-    return tuple(map(np.float32, numbers))
+    with np.errstate(over="ignore"):
+        return tuple(map(np.float32, numbers))
 
 
 def _step_bucket(
@@ -179,9 +193,11 @@ def _words(bucket: Bucket, low_state: LowState) -> tuple[Any, ...]:
     return parts[0][0].numpy(), *starts
 
 
-def digests_of(bucket: Bucket) -> tuple[bytes, ...]:
-    """Return digests of the 16-bit weights of each segment of a bucket."""
+def digests_of(bucket: Bucket) -> tuple[bytes, ...] | None:
+    """Return digests of the 16-bit weights of each segment of a bucket; None if kernels cannot run in this process."""
     assert isinstance(bucket.codec, Split)
+    if _is_forked():
+        return None
     ties = bucket.codec.rounded_down().numpy()
     places = [(segment.param_view().data_ptr(), segment.length, segment.offset) for segment in bucket.segments]
     with _in_one_thread():
@@ -196,7 +212,7 @@ def _map(function: Callable[[Bucket], _T], buckets: Sequence[Bucket]) -> list[_T
             return function(bucket)
 
     threads = min(torch.get_num_threads(), len(buckets))
-    if threads < 2 or numba.threading_layer() == "workqueue":  # two threads that use it would end the process
+    if threads < 2 or numba.threading_layer() == _OF_ONE_THREAD:
         return [call(bucket) for bucket in buckets]
     return [*_pool(threads, os.getpid()).map(call, buckets)]
 
@@ -210,47 +226,62 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
 @contextmanager
 def _in_one_thread() -> Iterator[None]:
     """Run kernels without threads of numba's."""
-    _launch()
-    before = numba.get_num_threads()
-    numba.set_num_threads(1)
-    try:
-        yield
-    finally:
-        numba.set_num_threads(before)
+    with _launched():
+        before = numba.get_num_threads()
+        numba.set_num_threads(1)
+        try:
+            yield
+        finally:
+            numba.set_num_threads(before)
 
 
 @functools.cache
-def _launch() -> None:
-    """Start numba's threads, which sets the number of OpenMP threads of this one; torch's sums depend on it."""
+def _launched() -> AbstractContextManager[Any]:
+    """Start numba's threads, and return what to hold while kernels run."""
     threads = torch.get_num_threads()
     numba.get_num_threads()
-    if torch.get_num_threads() != threads:
+    if torch.get_num_threads() != threads:  # of OpenMP, which both use; torch's sums depend on it
         torch.set_num_threads(threads)
+    _LAUNCHED_IN.append(os.getpid())
+    return Lock() if numba.threading_layer() == _OF_ONE_THREAD else nullcontext()
+
+
+def _is_forked() -> bool:
+    """Return True in a process that was forked after kernels have run: OpenMP would end it."""
+    return _LAUNCHED_IN not in ([], [os.getpid()])
 
 
 @functools.cache
 def forms_of_torch() -> Forms | None:
     """Return how torch rounds, found by trying; None, with a warning, if kernels round in no such way."""
     generator = torch.Generator().manual_seed(0)
-    values, gradient = (torch.randn(4093, generator=generator) for _ in range(2))
-    gradient = gradient.bfloat16()
-    param = torch.nn.Parameter(values)
-    optimizer = torch.optim.AdamW([param], weight_decay=0.1, fused=True)
-    param.grad = gradient.float()
-    step_without_hooks(optimizer)
-    before = [each.clone() for each in (param.detach(), *(optimizer.state[param][name] for name in MOMENTS))]
-    step_without_hooks(optimizer)
-    after = [param.detach(), *(optimizer.state[param][name] for name in MOMENTS)]
-    ways = range(3)
+    lengths = [4093, *[31] * 64]  # of which 7, or 15, are not in vectors
+    params = [torch.nn.Parameter(_normal(length, generator)) for length in lengths]
+    grads = [_normal(length, generator).bfloat16() for length in lengths]
+    optimizer = torch.optim.AdamW(params, weight_decay=0.1, fused=True)
+
+    def stepped() -> list[list[torch.Tensor]]:
+        step_without_hooks(optimizer)
+        state = optimizer.state
+        return [[param.detach().clone(), *(state[param][name].clone() for name in MOMENTS)] for param in params]
+
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.float()
+    cases = [*zip(stepped(), grads, stepped(), strict=True)]
+    ways = kernels.PLAIN, kernels.SQUARE_LAST, kernels.SQUARE_FIRST
     for forms in itertools.starmap(Forms, itertools.product((8, 16, 4, 2, 1), ways, ways)):
-        ours = _tried(forms, optimizer.param_groups[0], *before, gradient)
-        if all(map(_have_equal_bits, ours, after)):
+        ours = ((_tried(forms, optimizer.param_groups[0], *before, grad), after) for before, grad, after in cases)
+        if all(_have_equal_bits(*pair) for tried, after in ours for pair in zip(tried, after, strict=True)):
             return forms
     warn_or_print(
         "steps of MasterWeights are not compiled, because torch's fused AdamW rounds in another way on this machine",
         RuntimeWarning,
     )
     return None
+
+
+def _normal(length: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(length, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -264,11 +295,11 @@ def _tried(
     first, second, gradient = (each.clone() for each in others)
     codec, low, length = Split(len(values), values.device), torch.empty_like(values, dtype=torch.bfloat16), len(values)
     codec.encode(values.clone(), low)
-    ties, residue = codec.rounded_down().numpy(), codec.saved(0, length)["residue"]
-    digests = kernels.digests_of(low.data_ptr(), length, 0, ties)
+    ties, residue = codec.rounded_down().numpy(), codec.residue
     memory = tuple(each.data_ptr() for each in (low, residue, gradient, first, second))
     place, setting = (length, 0, length // forms.width * forms.width), _setting(group, 1.0, 1.0)
     with _in_one_thread():
+        digests = kernels.digests_of(low.data_ptr(), length, 0, ties)
         found = kernels.step(memory, place, forms[1:], setting, ties, digests, _NO_WORDS)
     codec.set_rounded_down(torch.from_numpy(found))
     return codec.decode(low, torch.empty_like(values)), first, second

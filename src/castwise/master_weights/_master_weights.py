@@ -144,9 +144,9 @@ class MasterWeights(torch.optim.Optimizer):
             until the step, which has the bits of fp32 sums then. Not with FSDP, nor with float16.
         generator: Its `initial_seed()` seeds stochastic rounding; 0 by default. Must be the same on all ranks.
         compiled: Step fused AdamW, or Adam without weight decay, on CPUs in one pass over memory, compiled by numba
-            (`pip install castwise[compiled]`): in the first step of a process, or once on a machine, which takes 15 s.
-            Bits are the same. Both moments must be in fp32, or both in bfloat16 by `state_dtype`. Steps of a gradient
-            scaler, and of gradients in fp32, take as long as before.
+            (`pip install castwise[compiled]`) once on a machine, which takes 10 to 20 s. Bits are the same. Both
+            moments must be in fp32, or both in bfloat16 by `state_dtype`. The first step, those of a gradient scaler,
+            those of gradients in fp32, and those of a forked process take as long as before.
 
     Raises:
         ModuleNotFoundError: `compiled` is set, and numba is not installed.
@@ -219,11 +219,11 @@ class MasterWeights(torch.optim.Optimizer):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         chosen = self._check_params(optimizer, model, params)
         self._low_state = _low_state(optimizer, state_dtype, self._chance)
-        self._is_compiled = compiled
         if compiled:
             low = self._low_state
             stored = {name: (kind, "nearest") if name in low.nearest else kind for name, kind in low.dtypes.items()}
             check_can_compile(optimizer, dtype, method, stored, {param.device.type for param in params})
+        self._is_compiled = compiled and _does_compile()
         self._inner = optimizer
         self.__setstate__({"defaults": optimizer.defaults})
         self._share_hooks()
@@ -1228,6 +1228,19 @@ def _compiled_step() -> ModuleType:
     from castwise.master_weights import _compiled_step  # which needs numba
 
     return _compiled_step
+
+
+def _does_compile() -> bool:
+    """Return whether compiled steps work here; if not, warn."""
+    try:
+        return _compiled_step().forms_of_torch() is not None
+    except Exception as error:  # numba may raise anything
+        first_line = str(error).strip().partition("\n")[0]
+        warn_or_print(
+            f"steps of MasterWeights are not compiled, because numba raised {type(error).__name__}: {first_line}",
+            RuntimeWarning,
+        )
+        return False
 
 
 def _run_before(hooks: Hooks, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:

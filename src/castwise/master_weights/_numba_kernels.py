@@ -25,6 +25,8 @@ PLAIN, SQUARE_LAST, SQUARE_FIRST = 0, 1, 2
 
 _HALF, _WORD, _FLOAT = ir.IntType(16), ir.IntType(32), ir.FloatType()
 _TIE = np.int16(-(1 << 15))
+# What is found in a chunk.
+_IS_TIE, _NAN, _DIGEST_OF_A_PART = 1, 2, 4
 _KERNEL: dict[str, Any] = {"error_model": "numpy", "cache": True, "nogil": True}
 
 
@@ -80,12 +82,12 @@ def _upper(context: Any, value: Any) -> Any:
 
 @intrinsic
 def _special(context: Any, value: Any) -> Any:
-    """Return 2 for NaN, 1 for a tie, else 0."""
+    """Return `_NAN`, `_IS_TIE`, or 0 for other numbers."""
 
     def code(_: Any, builder: Any, __: Any, args: Any) -> Any:
         is_tie = builder.icmp_unsigned("==", builder.trunc(builder.bitcast(args[0], _WORD), _HALF), _HALF(_TIE))
         is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.select(is_nan, _WORD(2), builder.zext(is_tie, _WORD))
+        return builder.select(is_nan, _WORD(_NAN), builder.select(is_tie, _WORD(_IS_TIE), _WORD(0)))
 
     return types.int32(types.float32), code
 
@@ -160,10 +162,11 @@ def _stored_of(value: Any, word: Any, like: Any) -> Any:
 
 
 @njit(**_KERNEL)
-def _add_to_ties(bits: Any, offset: int, ties: Any, one: Any) -> None:
+def _round_up(ties: Any, bits: Any, offset: int) -> None:
+    """Round ties up that were rounded down, so that weights and residues are the two parts of fp32 numbers."""
     index = np.searchsorted(ties, offset)
     while index < len(ties) and ties[index] < offset + len(bits):
-        bits[ties[index] - offset] += one
+        bits[ties[index] - offset] += np.int16(1)
         index += 1
 
 
@@ -198,11 +201,15 @@ def digests_of(weights: int, length: int, offset: int, ties: Any) -> Any:
     """
     bits, start = carray(_pointer(weights), length, np.int16), offset // CHUNK
     digests = np.empty((offset + length + CHUNK - 1) // CHUNK - start, np.int32)
-    _add_to_ties(bits, offset, ties, np.int16(1))
     for chunk in prange(len(digests)):
         begin, end = max(0, (start + chunk) * CHUNK - offset), min(length, (start + chunk + 1) * CHUNK - offset)
         digests[chunk] = _digest(bits[begin:end])
-    _add_to_ties(bits, offset, ties, np.int16(-1))
+    index = np.searchsorted(ties, offset)
+    while index < len(ties) and ties[index] < offset + length:
+        chunk = ties[index] // CHUNK - start
+        begin = max(0, (start + chunk) * CHUNK - offset)
+        digests[chunk] = _with_weight(digests[chunk], ties[index] - offset - begin, np.int16(1))
+        index += 1
     return digests
 
 
@@ -219,18 +226,18 @@ def step(memory: Any, place: Any, forms: Any, setting: Any, ties: Any, digests: 
         ties: int64: sorted positions in the bucket of ties that were rounded down.
         digests: int32: replaced with `digests_of` the new weights.
         chance: int32 words that round moments in bfloat16: a pool, a start for each of its rows for first moments, and
-            the same for second moments. With an empty pool, moments are in fp32.
+            the same for second moments. Without starts, moments are in fp32, and the pool is not used.
     """
     length, offset, in_vectors = place
     bits, residues = carray(_pointer(memory[0]), length, np.int16), carray(_pointer(memory[1]), length, np.int16)
     grads, found = carray(_pointer(memory[2]), length, np.int16), np.zeros(len(digests), np.int32)
-    _add_to_ties(bits, offset, ties, np.int16(1))
+    _round_up(ties, bits, offset)
     for begin, end, form in ((0, in_vectors, forms[0]), (in_vectors, length, forms[1])):
         if begin == end:
             continue
         chunk, at = (offset + begin) // CHUNK - offset // CHUNK, (offset + begin, form)
         w, r, g, d, f = bits[begin:end], residues[begin:end], grads[begin:end], digests[chunk:], found[chunk:]
-        if len(chance[0]):
+        if len(chance[1]):
             low_first = carray(_pointer(memory[3]), length, np.int16)[begin:end]
             low_second = carray(_pointer(memory[4]), length, np.int16)[begin:end]
             _step(w, r, g, low_first, low_second, d, f, at, setting, chance)
@@ -238,15 +245,15 @@ def step(memory: Any, place: Any, forms: Any, setting: Any, ties: Any, digests: 
             first = carray(_pointer(memory[3]), length, np.float32)[begin:end]
             second = carray(_pointer(memory[4]), length, np.float32)[begin:end]
             _step(w, r, g, first, second, d, f, at, setting, chance)
-    if in_vectors < length:
-        found[-1] |= 4
+    if in_vectors < length:  # chunks that have both kinds got the digest of a part
+        found[(offset + in_vectors) // CHUNK - offset // CHUNK :] |= _DIGEST_OF_A_PART
     new_ties = [0 for _ in range(0)]
     for chunk in np.flatnonzero(found):
         begin = max(0, (offset // CHUNK + chunk) * CHUNK - offset)
         end = min(length, (offset // CHUNK + chunk + 1) * CHUNK - offset)
-        if found[chunk] & 2:
+        if found[chunk] & _NAN:
             _mend_nans(bits[begin:end], residues[begin:end])
-        if found[chunk] & 6:
+        if found[chunk] & (_NAN | _DIGEST_OF_A_PART):
             digests[chunk] = _digest(bits[begin:end])
         for tie in _round_ties(bits[begin:end], residues[begin:end]):
             new_ties.append(offset + begin + tie)
@@ -275,7 +282,10 @@ def _step(
         begin, end = max(0, (start + chunk) * CHUNK - offset), min(length, (start + chunk + 1) * CHUNK - offset)
         w, r, g, m, v = bits[begin:end], residues[begin:end], grads[begin:end], firsts[begin:end], seconds[begin:end]
         column, row = (offset + begin) % POOL, (offset + begin) // POOL
-        words, first_start, second_start = pool[column:], first_starts[row], second_starts[row]
+        words = pool[column:]
+        first_start, second_start = np.int32(0), np.int32(0)
+        if len(first_starts):
+            first_start, second_start = first_starts[row], second_starts[row]
         specials, digest = np.int32(0), np.int32(0)
         for index in range(end - begin):
             grad, average = _joined(g[index], np.int16(0)) * factor, _read(m[index])
