@@ -63,8 +63,10 @@ def figures(docs: str) -> str:
         f"{split['gradients']:.0f} (was {fp32['gradients']:.0f}), state {split['state']:.0f}. The optimizer's step "
         f"takes {stepped['split']['median']:.1f} times as long{with_it}, and a training step of a GPT {training:.2f} "
         "times.",
-        "With `MasterWeights`, losses are bit for bit those of fp32 weights if [gradients are summed in fp32 and no "
-        f"code reads a weight or its dtype]({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights).",
+        "With `MasterWeights` and castwise's integrations, losses under the defaults of Accelerate, Lightning and the "
+        "Transformers Trainer are bit for bit those of fp32 weights if [no code reads a weight or its dtype]"
+        f"({docs}tutorials/less-memory.md#where-results-differ-from-fp32-weights). Sums over micro-batches and ranks "
+        f"have to be [in fp32]({docs}tutorials/less-memory.md#gradient-accumulation).",
     ]
     return "".join(f"- {line}\n" for line in lines)
 
