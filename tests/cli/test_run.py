@@ -747,9 +747,9 @@ optimizer.step()
 def test_a_nan_without_a_scaler_is_diagnosed_and_skipped_if_it_is_asked_for(tmp_path: Path) -> None:
     later = "import sys; print('the script goes on', file=sys.stderr)"
     (tmp_path / "bad.py").write_text(f"{UNSCALED.replace('3, 4)', '3, 4).log()')}\n{later}\n")
-    errors = " ".join(forked("--out", tmp_path / "out", tmp_path / "bad.py").stderr.split())
-    at_once, _, errors = errors.partition("the script goes on")
-    assert at_once.startswith("castwise: step 1: Input 0 is nan at (")
+    run = forked("--out", tmp_path / "out", tmp_path / "bad.py")
+    at_once, _, errors = " ".join(run.stderr.split()).partition("the script goes on")
+    assert at_once.startswith("castwise: step 1: Input 0 is nan at ("), run
     assert at_once.count("castwise: ") == 1
     assert "castwise: 1 step, 1 of them taken with inf or NaN; skipped: none" in errors
     assert "critical: Training is lost from step 1 on: the loss was inf or NaN, and the step was taken." in errors
