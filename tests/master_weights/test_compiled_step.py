@@ -347,18 +347,23 @@ def test_weight_decay_that_is_not_decoupled() -> None:
     assert_same(pairs)
 
 
-def test_torch_keeps_its_number_of_threads() -> None:
+@pytest.mark.parametrize("layer", ["omp", "workqueue"])
+def test_torch_keeps_its_number_of_threads(layer: str) -> None:
     """In a process of its own: numba starts its threads once."""
     script = """if True:
         import torch
         from castwise import MasterWeights
         torch.set_num_threads(1)
         layer = torch.nn.Linear(3, 2)
-        MasterWeights(torch.optim.AdamW(layer.parameters(), fused=True), layer, compiled=True)
+        optimizer = MasterWeights(torch.optim.AdamW(layer.parameters(), fused=True), layer, compiled=True)
+        for _ in range(2):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
         print(torch.get_num_threads())
     """
-    environment = {**os.environ, "NUMBA_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    environment = {**os.environ, "NUMBA_NUM_THREADS": "2", "NUMBA_THREADING_LAYER": layer}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == ["1"]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple, TypeVar
 
 import numba
@@ -243,7 +243,7 @@ def _launched() -> AbstractContextManager[Any]:
     if torch.get_num_threads() != threads:  # of OpenMP, which both use; torch's sums depend on it
         torch.set_num_threads(threads)
     _LAUNCHED_IN.append(os.getpid())
-    return Lock() if numba.threading_layer() == _OF_ONE_THREAD else nullcontext()
+    return RLock() if numba.threading_layer() == _OF_ONE_THREAD else nullcontext()
 
 
 def _is_forked() -> bool:
