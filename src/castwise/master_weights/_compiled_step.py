@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import numba
@@ -105,12 +105,12 @@ def _stepped(
     weights = {segment.weight.param: segment.weight for bucket in buckets for segment in bucket.segments}
     stepped = {}
     for group in optimizer.param_groups:
-        settings: dict[tuple[float, float], tuple[Any, ...]] = {}
+        is_known, settings = _is_known(group, optimizer), dict[tuple[float, float], tuple[Any, ...]]()
         for param in group["params"]:
             if param.grad is None or (weight := weights.get(param)) is None:
                 continue
             state = optimizer.state.get(param, {})
-            if not _is_known(group, state, optimizer):
+            if not is_known or not _has_counted(state):
                 return None
             factors = [clip.factor for clip in clips if clip.params is None or param in clip.params]
             tensors = [local(each) for each in (param, param.grad, *(state[name] for name in MOMENTS if name in state))]
@@ -124,10 +124,8 @@ def _stepped(
     return stepped
 
 
-def _is_known(group: Mapping[str, Any], state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
-    numbers, count = (group["lr"], group["weight_decay"], *group["betas"]), state.get("step")
-    if not (isinstance(count, torch.Tensor) and count.dtype is torch.float32 and count >= 0):
-        return False
+def _is_known(group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> bool:
+    numbers = group["lr"], group["weight_decay"], *group["betas"]
     if any(isinstance(number, torch.Tensor) for number in numbers) or not max(group["betas"]) < 1:
         return False
     is_decoupled = group.get("decoupled_weight_decay", type(optimizer) is torch.optim.AdamW)
@@ -137,6 +135,11 @@ def _is_known(group: Mapping[str, Any], state: Mapping[str, Any], optimizer: tor
         and (is_decoupled or not group["weight_decay"])
         and np.float32(1 - group["betas"][0]) < 0.5  # from which on torch's lerp rounds in another way
     )
+
+
+def _has_counted(state: Mapping[str, Any]) -> bool:
+    count = state.get("step")
+    return isinstance(count, torch.Tensor) and count.dtype is torch.float32 and bool(count >= 0)
 
 
 def _fit(tensors: list[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -177,7 +180,8 @@ def _step_bucket(
         of_kernel = memory[0], residue + 2 * segment.offset, *memory[1:]
         place = segment.length, segment.offset, segment.length // forms.width * forms.width
         digest = np.frombuffer(digest_before, np.int32).copy()
-        found = kernels.step(of_kernel, place, forms[1:], weight.setting, ties, digest, words)
+        with _in_one_thread():
+            found = kernels.step(of_kernel, place, forms[1:], weight.setting, ties, digest, words)
         digests.append(digest.tobytes())
         new_ties.append(found)
     bucket.codec.set_rounded_down(torch.from_numpy(np.concatenate(new_ties)))
@@ -205,16 +209,11 @@ def digests_of(bucket: Bucket) -> tuple[bytes, ...] | None:
 
 
 def _map(function: Callable[[Bucket], _T], buckets: Sequence[Bucket]) -> list[_T]:
-    """Call a function for each bucket, in as many threads as torch has, if that is worth it."""
-
-    def call(bucket: Bucket) -> _T:
-        with _in_one_thread():
-            return function(bucket)
-
+    """Call a function for each bucket, in as many threads as torch has."""
     threads = min(torch.get_num_threads(), len(buckets))
     if threads < 2 or numba.threading_layer() == _OF_ONE_THREAD:
-        return [call(bucket) for bucket in buckets]
-    return [*_pool(threads, os.getpid()).map(call, buckets)]
+        return [function(bucket) for bucket in buckets]
+    return [*_pool(threads, os.getpid()).map(function, buckets)]
 
 
 @functools.cache
@@ -243,7 +242,7 @@ def _launched() -> AbstractContextManager[Any]:
     if torch.get_num_threads() != threads:  # of OpenMP, which both use; torch's sums depend on it
         torch.set_num_threads(threads)
     _LAUNCHED_IN.append(os.getpid())
-    return RLock() if numba.threading_layer() == _OF_ONE_THREAD else nullcontext()
+    return Lock() if numba.threading_layer() == _OF_ONE_THREAD else nullcontext()
 
 
 def _is_forked() -> bool:
@@ -271,7 +270,7 @@ def forms_of_torch() -> Forms | None:
     ways = kernels.PLAIN, kernels.SQUARE_LAST, kernels.SQUARE_FIRST
     for forms in itertools.starmap(Forms, itertools.product((8, 16, 4, 2, 1), ways, ways)):
         ours = ((_tried(forms, optimizer.param_groups[0], *before, grad), after) for before, grad, after in cases)
-        if all(_have_equal_bits(*pair) for tried, after in ours for pair in zip(tried, after, strict=True)):
+        if all(tried is not None and all(map(_have_equal_bits, tried, after)) for tried, after in ours):
             return forms
     warn_or_print(
         "steps of MasterWeights are not compiled, because torch's fused AdamW rounds in another way on this machine",
@@ -290,8 +289,8 @@ def _have_equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _tried(
     forms: Forms, group: Mapping[str, Any], values: torch.Tensor, *others: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Return fp32 weights and both moments after a second step from these."""
+) -> tuple[torch.Tensor, ...] | None:
+    """Return fp32 weights and both moments after a second step from these; None if the kernel's digests are wrong."""
     first, second, gradient = (each.clone() for each in others)
     codec, low, length = Split(len(values), values.device), torch.empty_like(values, dtype=torch.bfloat16), len(values)
     codec.encode(values.clone(), low)
@@ -300,6 +299,7 @@ def _tried(
     place, setting = (length, 0, length // forms.width * forms.width), _setting(group, 1.0, 1.0)
     with _in_one_thread():
         digests = kernels.digests_of(low.data_ptr(), length, 0, ties)
-        found = kernels.step(memory, place, forms[1:], setting, ties, digests, _NO_WORDS)
-    codec.set_rounded_down(torch.from_numpy(found))
-    return codec.decode(low, torch.empty_like(values)), first, second
+        ties = kernels.step(memory, place, forms[1:], setting, ties, digests, _NO_WORDS)
+        are_right = np.array_equal(digests, kernels.digests_of(low.data_ptr(), length, 0, ties))
+    codec.set_rounded_down(torch.from_numpy(ties))
+    return (codec.decode(low, torch.empty_like(values)), first, second) if are_right else None
