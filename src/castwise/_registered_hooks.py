@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -27,3 +28,16 @@ def hooks_of(register: Callable[..., RemovableHandle]) -> Hooks:
     handle.remove()
     table: Hooks | None = handle.hooks_dict_ref()
     return {} if table is None else table
+
+
+@contextmanager
+def without(tables: Iterable[MutableMapping[Any, Any]]) -> Iterator[None]:
+    """Empty tables of hooks during the block. They are not replaced, because torch keeps references to them."""
+    hooks = [(table, dict(table)) for table in tables]
+    try:
+        for table, _ in hooks:
+            table.clear()
+        yield
+    finally:
+        for table, before in hooks:
+            table.update(before)

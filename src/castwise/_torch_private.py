@@ -14,7 +14,7 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
+from castwise._registered_hooks import without
 from castwise._warnings import warn
 
 __all__ = [
@@ -612,24 +613,15 @@ record_enter_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_
 record_exit_autocast: Callable[[tuple[object, ...]], Any] = functools.partial(_record, "_exit_autocast")
 
 
-@contextmanager
-def no_gradient_hooks(params: Iterable[torch.Tensor], *, only_after: bool) -> Iterator[None]:
-    """Remove the hooks of the parameters' gradients during the block, or only those after they are accumulated.
+def no_gradient_hooks(params: Iterable[torch.Tensor], *, only_after: bool) -> AbstractContextManager[None]:
+    """Remove the hooks of the parameters' gradients during a block, or only those after they are accumulated.
 
     Without the names, hooks of the script are called while a batch is replayed, among them those in which an optimizer
     steps. (A hook that is registered to find the others, as `hooks_of` does, would leave an empty table at each
     parameter.)
     """
-    # Autograd holds references to these dicts, so they are emptied, not replaced.
-    tables = ["_post_accumulate_grad_hooks", *([] if only_after else ["_backward_hooks"])]
-    hooks = [(dict(found), found) for param in params for name in tables if (found := getattr(param, name, None))]
-    try:
-        for _, of_param in hooks:
-            of_param.clear()
-        yield
-    finally:
-        for before, of_param in hooks:
-            of_param.update(before)
+    names = ["_post_accumulate_grad_hooks", *([] if only_after else ["_backward_hooks"])]
+    return without(found for param in params for name in names if (found := getattr(param, name, None)))
 
 
 def wraps_compiled(module: Any) -> bool:

@@ -23,9 +23,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EVERY = 8  # by default, weights are compared before one step in so many
 _HABIT = 3  # steps before which a script writes weights that do so by intent
 _APART = 50  # steps after another write until one bit is a flip, and not the rounding of code that writes weights
-_ROUNDED = (
-    2  # bits at the end that rounding may change, such as that of code which adds a number and takes it off again
-)
+_ROUNDED = 2  # bits at the end that code may change which adds a number and takes it off again
 _WATCHES: WeakSet[WrittenWeights] = WeakSet()
 
 

@@ -10,11 +10,13 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from castwise._registered_hooks import without
 
 _OF_MODULE = frozenset(vars(nn.Module()))
 _DEEPEST, _MOST = 3, 10_000  # containers in containers, and what all of them hold
@@ -108,18 +110,10 @@ class ModuleState:
         elif isinstance(value, (Iterator, *_QUEUES)) and not isinstance(value, io.IOBase):
             raise UnrepeatableError(f"the forward may use up {name}, which is a {type(value).__name__}")
 
-    @contextmanager
-    def no_backward_hooks(self) -> Iterator[None]:
-        """Remove the hooks of the modules' backwards during the block, as they may keep what they see."""
+    def no_backward_hooks(self) -> AbstractContextManager[None]:
+        """Remove the hooks of the modules' backwards during a block, as they may keep what they see."""
         tables = [attributes.get(name) for attributes, _ in self._attributes for name in _OF_BACKWARD]
-        hooks = [(table, table.copy()) for table in tables if table]
-        try:
-            for table, _ in hooks:
-                table.clear()
-            yield
-        finally:
-            for table, before in hooks:
-                table.update(before)
+        return without(table for table in tables if table)
 
     def restore(self) -> None:
         """Give all attributes their values, and containers and generators their contents."""
