@@ -39,8 +39,12 @@ _frozen_modules = 0
 
 
 def pytest_runtest_setup() -> None:
-    """Keep what imports made from being searched. Castwise looks for models among all objects, in hundreds of tests."""
+    """Start each test from one seed, and keep what imports made from being searched.
+
+    Castwise looks for models among all objects, in hundreds of tests.
+    """
     global _frozen_modules
+    torch.manual_seed(0)
     if len(sys.modules) > _frozen_modules + 100:
         importlib.import_module("torch._dynamo")  # as the first optimizer does
         gc.collect()
