@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.monitor.reduced import combined
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from castwise.monitor._exchange import NoExchangeError
-from castwise.monitor._exponents import count, tally
+from castwise.monitor._exponents import Counter, count, sum_of_squares, tally
 from castwise.monitor._records import Update
 from castwise.monitor._reduction import Layout, layout_of
 from castwise.monitor._sample import GradientTallies, Measured, sample_record
 from castwise.monitor._tally import Tally
+from castwise.monitor._updates import compare, compare_together
 
 
 def test_a_norm_counts_copies_once_and_parts_of_ranks_together() -> None:
@@ -107,3 +110,30 @@ def test_a_layout_is_sent_as_text() -> None:
     sent = Layout.from_bytes(layout.to_bytes())
     assert sent.to_bytes() == layout.to_bytes()
     assert sent.gradients == {"a": [None, [2]]}
+
+
+class CountedOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def test_small_tensors_on_a_cpu_are_counted_and_compared_together_with_few_ops_each() -> None:
+    tensors = [torch.randn(n + 1) * 10.0 ** (n - 20) for n in range(40)] + [torch.randn(2**15), torch.zeros(0)]
+    moved = [tensor + 1e-3 for tensor in tensors]
+
+    counter = Counter(with_squares=True)
+    with CountedOps() as ops:
+        for tensor in tensors:
+            counter.add(tensor)
+        measured = counter.results()
+        compared = compare_together(list(zip(tensors, moved, strict=True)))
+    assert ops.count < 12 * len(tensors)  # 61 each if they are measured one by one
+    for tensor, after, (counts, squares), numbers in zip(tensors, moved, measured, compared, strict=True):
+        assert torch.equal(counts, count(tensor))
+        torch.testing.assert_close(squares, sum_of_squares(tensor), rtol=1e-14, atol=0.0)
+        torch.testing.assert_close(numbers, compare(tensor, after), rtol=1e-14, atol=0.0)

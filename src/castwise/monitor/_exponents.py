@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -45,22 +46,22 @@ class _Encoding:
     exponent_bits: int
     mantissa_bits: int
 
-    @property
+    @cached_property
     def infinity(self) -> int:
         """The bits of inf as an integer; those of a NaN's magnitude are larger."""
         return int((2**self.exponent_bits - 1) << self.mantissa_bits)
 
-    @property
+    @cached_property
     def magnitude(self) -> int:
         """The mask of all bits except the sign."""
         return int(2 ** (self.exponent_bits + self.mantissa_bits) - 1)
 
-    @property
+    @cached_property
     def offset(self) -> int:
         """The difference between a bin's index and its exponent."""
         return int(2 ** (self.exponent_bits - 1) - 1 + self.mantissa_bits)
 
-    @property
+    @cached_property
     def bins(self) -> int:
         """The number of bins."""
         return int(2**self.exponent_bits + self.mantissa_bits)
@@ -126,9 +127,9 @@ def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Counter:
-    """Counts the exponents of many tensors, on an accelerator with few launches however many there are.
+    """Counts the exponents of many tensors with few ops, on an accelerator launches, however many there are.
 
-    On an accelerator each tensor is copied when it is added, in one launch, and the copies are counted together.
+    A tensor is copied when it is added, in one op, and the copies are counted together. On CPUs only small ones are.
 
     Args:
         with_squares: Whether to add up the squares too, as `sum_of_squares` does.
@@ -143,7 +144,8 @@ class Counter:
     def add(self, tensor: torch.Tensor) -> None:
         """Count a tensor as `count` does."""
         values = _values(tensor)
-        if values.device.type == "cpu" or not values.numel():
+        is_large = values.device.type == "cpu" and values.numel() > _PIECE_ON_CPU // 2
+        if is_large or not values.numel():
             squares = sum_of_squares(tensor) if self._with_squares else None
             self._pieces.append([_Piece(count(tensor), squares)])
             return
@@ -172,7 +174,7 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Copies of pieces on one accelerator that are counted together."""
+    """Copies of pieces on one device that are counted together."""
 
     device: torch.device
     encoding: _Encoding
@@ -182,10 +184,10 @@ class _Batch:
     lengths: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.memory = torch.empty(_PIECE_ON_ACCELERATORS, dtype=self.encoding.floats, device=self.device)
+        self.memory = torch.empty(piece_size(self.device), dtype=self.encoding.floats, device=self.device)
 
     def add(self, values: torch.Tensor) -> _Piece:
-        """Copy flat values of at most `_PIECE_ON_ACCELERATORS` elements."""
+        """Copy flat values of at most `piece_size` elements."""
         used = sum(self.lengths)
         # `histc` finds bins in fp32, which is exact to an eighth of a bin up to this many.
         if used + len(values) > len(self.memory) or (len(self.pieces) + 1) * self.encoding.bins > 2**20:
@@ -236,14 +238,14 @@ def tally(found: torch.Tensor) -> Tally:
     """Convert a result of `count` that is on the host."""
     encoding = _FP32 if len(found) == _FP32.bins + 2 else _FP64
     *bins, largest, below_smallest = found.tolist()
-    smallest = below_smallest + 1
+    smallest, offset = below_smallest + 1, encoding.offset
     return Tally(
         numel=sum(bins),
         zero=bins[0],
         nonfinite=bins[-1],
         largest=encoding.number(largest),
         smallest=encoding.number(smallest) if smallest < encoding.infinity else float("inf"),
-        counts={index - encoding.offset: n for index, n in enumerate(bins[1:-1], start=1) if n},
+        counts={index - offset: n for index, n in enumerate(bins[1:-1], start=1) if n},
     )
 
 
@@ -263,10 +265,11 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 
 def _pieces(values: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Yield a tensor in flat pieces of at most `size` elements. Copies at most one piece at a time."""
-    if values.is_contiguous():
-        yield from (piece for piece in torch.split(values.view(-1), size) if len(piece))
-    elif values.numel() <= size:
-        yield values.reshape(-1)
+    if values.numel() <= size:
+        if values.numel():
+            yield values.reshape(-1)
+    elif values.is_contiguous():
+        yield from torch.split(values.view(-1), size)
     else:
         longest = max(range(values.dim()), key=values.size)
         for half in values.chunk(2, longest):
@@ -312,8 +315,12 @@ def _add_without_a_sync(
 
 
 def _add_bins(of_each: torch.Tensor, bins: torch.Tensor) -> None:
-    """Add to each bin the number of elements in it, without a sync."""
-    if torch.are_deterministic_algorithms_enabled():  # histc raises then, although sums of ones do not depend on order
+    """Add to each bin the number of elements in it, without a sync with an accelerator."""
+    if bins.device.type == "cpu":
+        bins += torch.bincount(of_each, minlength=len(bins))
+    elif (
+        torch.are_deterministic_algorithms_enabled()
+    ):  # histc raises then, although sums of ones do not depend on order
         of_each = of_each.long()
         bins.scatter_add_(0, of_each, torch.ones_like(of_each))
     else:

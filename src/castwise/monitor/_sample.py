@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from types import MappingProxyType
 
 import torch
@@ -213,8 +215,8 @@ def sample_record(step: int, scale: float, found: Measured, *, is_clipped: bool 
     modules = {}
     for module, own in found.modules.items():
         parts = [gradients[name] for name in own]
-        unscaled = sum((part.unscaled for part in parts), Tally())
-        modules[module] = unscaled.stats(sum((part.scaled for part in parts), Tally()))
+        unscaled = reduce(add, (part.unscaled for part in parts))
+        modules[module] = unscaled.stats(reduce(add, (part.scaled for part in parts)))
     return SampleRecord(
         step=step,
         scale=scale,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -31,13 +30,16 @@ class Tally:
     counts: Mapping[int, int] = field(default_factory=dict)
 
     def __add__(self, other: Tally) -> Tally:
+        counts = dict(self.counts)
+        for exponent, n in other.counts.items():
+            counts[exponent] = counts.get(exponent, 0) + n
         return Tally(
             numel=self.numel + other.numel,
             zero=self.zero + other.zero,
             nonfinite=self.nonfinite + other.nonfinite,
             largest=max(self.largest, other.largest),
             smallest=min(self.smallest, other.smallest),
-            counts=Counter(self.counts) + Counter(other.counts),
+            counts=counts,
         )
 
     def times_two_to_the(self, power: int) -> Tally:
@@ -54,6 +56,8 @@ class Tally:
 
         Exponents are shifted by log2(scale), rounded: exact for a power of two, otherwise accurate to within one.
         """
+        if scale == 1.0:
+            return self
         moved = self.times_two_to_the(-round(math.log2(scale)))
         return replace(moved, largest=self.largest / scale, smallest=self.smallest / scale)
 
@@ -76,7 +80,8 @@ class Tally:
             given: The tally to use for formats instead, such as that of the gradients while they are scaled.
         """
         stats = self._without_formats()
-        return replace(stats, formats=(stats if given is None else given._without_formats()).fits())
+        is_other = given is not None and given != self
+        return replace(stats, formats=(given._without_formats() if is_other else stats).fits())
 
     def _without_formats(self) -> Stats:
         lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)

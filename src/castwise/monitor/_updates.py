@@ -50,12 +50,12 @@ def _numbers(old: torch.Tensor, new: torch.Tensor) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def compare_together(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Return a result of `compare` for each pair; pairs on an accelerator share launches."""
+    """Return a result of `compare` for each pair. Small pairs share ops, on an accelerator launches."""
     found: list[torch.Tensor | None] = [None] * len(pairs)
     batches: dict[tuple[torch.device, torch.dtype, torch.dtype], list[list[int]]] = {}
     for index, (before, after) in enumerate(pairs):
         limit = piece_size(after.device)
-        if after.device.type == "cpu" or not 0 < after.numel() <= limit // 2:
+        if not 0 < after.numel() <= limit // 2:
             found[index] = compare(before, after)
             continue
         of_kind = batches.setdefault((after.device, before.dtype, after.dtype), [[]])
