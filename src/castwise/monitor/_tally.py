@@ -80,8 +80,8 @@ class Tally:
             given: The tally to use for formats instead, such as that of the gradients while they are scaled.
         """
         stats = self._without_formats()
-        is_other = given is not None and given != self
-        return replace(stats, formats=(given._without_formats() if is_other else stats).fits())
+        scaled = stats if given is None or given == self else given._without_formats()
+        return replace(stats, formats=scaled.fits())
 
     def _without_formats(self) -> Stats:
         lowest, highest = (min(self.counts), max(self.counts)) if self.counts else (0, -1)
