@@ -31,6 +31,7 @@ from benchmarks.benchmark import shown
 from benchmarks.pairing import ratio
 from castwise._demo.gpt import BYTES, GPT, Size
 from castwise._guard import ErrorBoundary
+from castwise._invariants.checks import Checks
 from castwise.diagnosis._loss_code import LossCode
 from castwise.diagnosis._recording import Recording
 from castwise.monitor._checked_steps import CheckedSteps
@@ -81,6 +82,7 @@ PARTS = {
 }
 TIMED: tuple[tuple[type, str], ...] = (
     *((LossCode, name) for name in ("backward_begins", "forward_begins", "forward_ends", "take", "step_ends")),
+    *((Checks, name) for name in ("before_step", "after_step", "step_known", "forward")),
     *((Recording, "take"), (CheckedSteps, "_before")),
 )
 """Methods that entry points of another part call."""

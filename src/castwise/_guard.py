@@ -37,6 +37,9 @@ class ErrorBoundary:
             are none if they had missed an event. Otherwise each door is closed after `MOST_IN_A_ROW` failures.
         on_closed: Called when that happens.
 
+    Attributes:
+        is_closed: Whether all doors are closed.
+
     Example:
         >>> import warnings
         >>> with warnings.catch_warnings(record=True) as caught:
@@ -54,7 +57,7 @@ class ErrorBoundary:
         on_closed: Callable[[], object] | None = None,
     ) -> None:
         self._text, self._is_final, self._on_closed = text, is_final, on_closed
-        self._has_warned = self._is_closed = False
+        self._has_warned = self.is_closed = False
         self._failures: dict[str, int] = {}  # in a row, by door
 
     def __enter__(self) -> None:
@@ -70,7 +73,7 @@ class ErrorBoundary:
 
     def call(self, door: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a door outside the script's modes, and return its result; None if it fails or is closed."""
-        if self._is_closed or (self._failures and self._failures.get(_name(door), 0) >= MOST_IN_A_ROW):
+        if self.is_closed or (self._failures and self._failures.get(_name(door), 0) >= MOST_IN_A_ROW):
             return None
         try:
             if is_in_dispatch_mode() or is_torch_function_mode_enabled():
@@ -79,8 +82,7 @@ class ErrorBoundary:
             else:
                 result = door(*args, **kwargs)
         except Exception as error:
-            self._warn(error)
-            self._count(_name(door))
+            self.failed(door, error)
             return None
         if self._failures:
             self._failures.pop(_name(door), None)
@@ -94,10 +96,13 @@ class ErrorBoundary:
 
         return cast(_Function, never_traced(enter))
 
-    def _count(self, door: str) -> None:
+    def failed(self, function: Callable[..., Any], error: Exception) -> None:
+        """Warn of an error, and count it; for parts of a door that are called without `call`."""
+        self._warn(error)
+        door = _name(function)
         self._failures[door] = self._failures.get(door, 0) + 1
         if self._is_final:
-            self._is_closed = True
+            self.is_closed = True
             if self._on_closed is not None:
                 with suppress(Exception):
                     self._on_closed()

@@ -94,33 +94,33 @@ class Checks:
         step = self._steps.get(optimizer, 0) + 1
         of_weights, of_state, of_mode, of_files, of_ranks, *_ = self._guards
         self._look_for_spikes(optimizer, batches)
-        of_state.call(self._tell, LOADED_STATES.stepping, optimizer, self._number)
-        of_weights.call(self._weights.note_gradients, optimizer)
+        self._check(of_state, LOADED_STATES.stepping, optimizer, self._number)
+        self._check(of_weights, self._weights.note_gradients, optimizer)
         if step == FIRST[-1]:
-            of_weights.call(self._tell, self._weights.check_gradients, optimizer, step)
+            self._check(of_weights, self._weights.check_gradients, optimizer, step)
         if not (optimizer is self._optimizers[0] or not self._steps.get(self._optimizers[0])):
             return
         is_checked_now = is_checked(step)
-        of_mode.call(self._tell, self._mode.stepping, step, looks_at_draws=step < _DRAWS or step % EVERY < 3)
-        of_files.call(self._tell, self._saved.stepping, step, is_noted=is_checked_now)
-        of_ranks.call(self._tell, self._ranks.repeated_epoch, step)
+        self._check(of_mode, self._mode.stepping, step, looks_at_draws=step < _DRAWS or step % EVERY < 3)
+        self._check(of_files, self._saved.stepping, step, is_noted=is_checked_now)
+        self._check(of_ranks, self._ranks.repeated_epoch, step)
         if is_checked_now:
-            of_ranks.call(self._tell, self._ranks.check, step)
-            of_weights.call(self._tell, self._weights.check, step)
+            self._check(of_ranks, self._ranks.check, step)
+            self._check(of_weights, self._weights.check, step)
         if step == 2 or is_checked_now:
             for each in self._optimizers:
-                of_state.call(self._tell, averages_that_cannot_fall, each)
+                self._check(of_state, averages_that_cannot_fall, each)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step that was taken, and take the results that have arrived."""
         if _is_inside_a_step(optimizer):
             return
         self._steps[optimizer] = step = self._steps.get(optimizer, 0) + 1
-        self._guards[0].call(self._weights.note_step, optimizer)
-        self._guards[5].call(self._written.after_step, optimizer)
-        self._guards[0].call(self._tell, self._weights.results, step)
+        self._check(self._guards[0], self._weights.note_step, optimizer)
+        self._check(self._guards[5], self._written.after_step, optimizer)
+        self._check(self._guards[0], self._weights.results, step)
         if optimizer is self._optimizers[0]:
-            self._guards[4].call(self._tell, self._ranks.after_step, step)
+            self._check(self._guards[4], self._ranks.after_step, step)
 
     def step_known(
         self,
@@ -133,10 +133,10 @@ class Checks:
         """Look at the loss and the gradient norm of a step, which may be known later; its batches may be kept."""
         spikes = self._losses.step_known
         given = optimizer, step, loss, norm, batches
-        self._guards[6].call(self._tell, lambda: (each.report() for each in spikes(*given)))
-        self._guards[6].call(self._tell, self._losses.of_norm, optimizer, step, norm)
+        self._check(self._guards[6], lambda: (each.report() for each in spikes(*given)))
+        self._check(self._guards[6], self._losses.of_norm, optimizer, step, norm)
         if optimizer in LOADED_STATES.losses:
-            self._guards[1].call(self._tell, LOADED_STATES.loss_known, optimizer, step, loss)
+            self._check(self._guards[1], LOADED_STATES.loss_known, optimizer, step, loss)
 
     def usual_loss(self, optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
         """Return the median of an optimizer's last losses, and the sigma of their logarithms, if they are known."""
@@ -148,8 +148,8 @@ class Checks:
         written = of_writes.call(self._written.before_step, optimizer)
         if written:
             self._losses.note_written(written)
-            of_writes.call(self._tell, report_of, written, copies=self._copies)
-        of_losses.call(self._tell, self._losses.before_step, optimizer, self._number(), self._ids, batches)
+            self._check(of_writes, report_of, written, copies=self._copies)
+        self._check(of_losses, self._losses.before_step, optimizer, self._number(), self._ids, batches)
         if self._copies:
             of_losses.call(self._tell_norms)
 
@@ -169,15 +169,23 @@ class Checks:
 
     def stop(self) -> None:
         """Report what is known, and drop all copies."""
-        self._guards[4].call(self._tell, self._ranks.end)
-        self._guards[6].call(self._tell, lambda: (spike.report() for spike in self._losses.end()))
+        self._check(self._guards[4], self._ranks.end)
+        self._check(self._guards[6], lambda: (spike.report() for spike in self._losses.end()))
         self._guards[6].call(self._tell_norms, is_end=True)
         self._written.stop()
         self._weights.clear()
 
-    def _tell(self, check: Callable[..., Iterable[Violation]], *args: Any, **kwargs: Any) -> None:
-        for broken in check(*args, **kwargs):
-            self._tell_unless_exempt(broken)
+    def _check(
+        self, guard: ErrorBoundary, check: Callable[..., Iterable[Violation] | None], *args: Any, **kwargs: Any
+    ) -> None:
+        """Report what a check finds, unless it has failed before."""
+        if guard.is_closed:
+            return
+        try:  # here, for a function less a check in each step
+            for broken in check(*args, **kwargs) or ():
+                self._tell_unless_exempt(broken)
+        except Exception as error:
+            guard.failed(check, error)
 
     def _tell_unless_exempt(self, broken: Violation) -> None:
         left = tuple(name for name in broken.parameters if not self._exemptions.has(broken.name, name))

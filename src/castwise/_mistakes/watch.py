@@ -302,7 +302,11 @@ class Watch(Observer):
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Notify the finders, from any thread."""
         for finder in self._listening.get(event, ()):
-            finder._guard.call(getattr(finder, event), *args, **kwargs)
+            if not finder._guard.is_closed:
+                try:  # here, for a function less a finder in each step
+                    getattr(finder, event)(*args, **kwargs)
+                except Exception as error:
+                    finder._guard.failed(getattr(finder, event), error)
 
 
 def _listens(finder: Finder, event: str) -> bool:
