@@ -122,6 +122,7 @@ NAMES = {
     "torch.distributed.fsdp.fully_shard.state": "FSDP2's precision in reports",
     "torch.distributed.fsdp._fully_shard._fsdp_state:_mp_policy": "FSDP2's precision in reports",
     "torch.distributed.fsdp._common_utils:_fsdp_flattened": "detection of FSDP1's parameters",
+    "torch.distributed._functional_collectives.AsyncCollectiveTensor.trigger_wait": "tensor parallelism in a diagnosis",
     "torch.ops.aten.add.Tensor._schema": "schemas of ops",
     "torch.overrides._get_current_function_mode_stack": "detection of function modes",
     "torch.amp._enter_autocast": "regions in exported programs",

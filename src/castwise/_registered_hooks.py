@@ -31,13 +31,18 @@ def hooks_of(register: Callable[..., RemovableHandle]) -> Hooks:
 
 
 @contextmanager
-def without(tables: Iterable[MutableMapping[Any, Any]]) -> Iterator[None]:
-    """Empty tables of hooks during the block. They are not replaced, because torch keeps references to them."""
+def without(
+    tables: Iterable[MutableMapping[Any, Any]], is_left_out: Callable[[Any], bool] = lambda hook: True
+) -> Iterator[None]:
+    """Take hooks out of tables during the block. Tables are not replaced, because torch keeps references to them."""
     hooks = [(table, dict(table)) for table in tables]
     try:
-        for table, _ in hooks:
-            table.clear()
+        for table, before in hooks:
+            for key in [key for key, hook in before.items() if is_left_out(hook)]:
+                del table[key]
         yield
     finally:
         for table, before in hooks:
-            table.update(before)
+            new = {key: hook for key, hook in table.items() if key not in before}
+            table.clear()
+            table.update(before | new)

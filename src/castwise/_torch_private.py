@@ -722,3 +722,12 @@ DataLoaderIterator: Any = _find(
     "a diagnosis names the sample of a batch and not its index in the dataset",
 )
 NEXT_INDEX = "_next_index"
+
+
+def waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the result of a collective that may still run, and any other tensor as it is.
+
+    Without the name, what tensor parallelism returns has no ranges in a diagnosis.
+    """
+    result: torch.Tensor = getattr(tensor, "trigger_wait", lambda: tensor)()
+    return result

@@ -1,4 +1,4 @@
-"""Trains FSDP2 models on two ranks, each with and without a monitor, and prints what each rank has found.
+"""Trains models under FSDP2 and tensor parallelism on two ranks, with and without a monitor, and prints what it found.
 
 Run by `test_sharded_model_ranks.py`, once for each rank: `python joint_worker.py RANK WORLD_SIZE FILE`.
 """
@@ -23,12 +23,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from castwise.diagnosis._loss_graph import is_freed
 from castwise.diagnosis._replay import is_replaying
 from castwise.monitor import Monitor, _checked_steps, _exchange, _monitor
-from castwise.monitor._sharded_model_ranks import can_be_gathered
+from castwise.monitor._gathered_weights import can_be_gathered
 from castwise.monitor._step_sources import OptimizerSource
 
 STEPS = 6
@@ -48,7 +49,7 @@ class Net(nn.Module):
     def __init__(self, *, checkpoints: bool) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(checkpoints=checkpoints) for _ in range(3)))
-        self.last, self.raises, self.is_slow = nn.Linear(8, 4), False, False
+        self.last, self.raises, self.is_slow, self.sums = nn.Linear(8, 4), False, False, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.raises and is_replaying():
@@ -56,14 +57,24 @@ class Net(nn.Module):
         if self.is_slow and is_replaying():
             time.sleep(0.7 * _exchange.LIMIT)
         hidden = self.blocks(x)
+        if self.sums:
+            dist.all_reduce(hidden.detach().clone())
         return self.last(hidden / hidden.norm(dim=-1, keepdim=True))
 
 
 def made(how: str) -> Any:
     torch.manual_seed(0)
     net: Any = Net(checkpoints=how == "checkpointed")
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
+    if "tensor parallel" in how:
+        plan = {"blocks.*.linear": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(net, mesh["tensor"], {**plan, "last": RowwiseParallel(input_layouts=Replicate())})
+    if how.startswith("tensor parallel"):
+        return net
     dtype = torch.float16 if how == "too large" else torch.bfloat16
     low = {} if how == "fp32" else {"param_dtype": dtype, "reduce_dtype": torch.float32}
+    if "tensor parallel" in how:
+        return fully_shard(net, mesh=mesh["data"], mp_policy=MixedPrecisionPolicy(**low, output_dtype=torch.float32))
     for block in net.blocks:
         fully_shard(block, reshard_after_forward=how != "kept", mp_policy=MixedPrecisionPolicy(**low))
     return fully_shard(net, mp_policy=MixedPrecisionPolicy(**low, output_dtype=torch.float32))
@@ -72,12 +83,14 @@ def made(how: str) -> Any:
 def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str, **options: Any) -> list[float]:
     """Train, and return the weights. The fault is in step 3, on rank 1; "pending" in the last."""
     net, world = made(how), dist.get_world_size()
+    net.sums = how == "tensor parallel, sums"
     net.raises, net.is_slow = how == "raises" and rank == 1, how == "slow" and rank == 1
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     if how == "validated":  # after which the root has all its weights
         with torch.no_grad():
             net(torch.ones(1, 8))
-    generator = torch.Generator().manual_seed(rank)
+    has_own_data = "tensor parallel" not in how
+    generator = torch.Generator().manual_seed(rank if has_own_data else 0)
     watch = contextlib.nullcontext()
     if records is not None:
         watch = Monitor(net, optimizer, sinks=[records.append], on_nonfinite="diagnose", **options)
@@ -85,9 +98,11 @@ def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str,
         for step in range(1, STEPS + 1):
             optimizer.zero_grad()
             for part in range(2 if how == "accumulated" else 1):
-                net.set_requires_gradient_sync(how != "accumulated" or part == 1)
+                if how == "accumulated":
+                    net.set_requires_gradient_sync(part == 1)
                 x = torch.randn(5, 8, generator=generator)
-                is_at_fault = step == (STEPS if how == "pending" else 3) and rank == world - 1 and part == 0
+                is_on_rank = rank == world - 1 or not has_own_data
+                is_at_fault = step == (STEPS if how == "pending" else 3) and is_on_rank and part == 0
                 if is_at_fault and fault == "sample":
                     x[2, 4] = math.inf
                 if is_at_fault and fault == "weight":
@@ -134,6 +149,9 @@ def main() -> None:
         compare(how, "loss")
     compare("sample", "sample")
     compare("validated", "sample")
+    compare("tensor parallel", "sample")
+    compare("tensor parallel, sums", "sample")
+    compare("fully_shard of tensor parallel", "sample")
     _exchange.LIMIT = 1.5
     compare("slow", "sample")
     _exchange.LIMIT = 10.0

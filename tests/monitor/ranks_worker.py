@@ -18,9 +18,8 @@ import torch.distributed as dist
 from tests.distributed.ranks import join
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import castwise
 from castwise.monitor import Monitor
@@ -45,6 +44,8 @@ def model() -> nn.Module:
 def split(net: nn.Module, how: str) -> nn.Module:
     if how == "ddp":
         return nn.parallel.DistributedDataParallel(net)
+    if how == "fsdp1":
+        return FullyShardedDataParallel(net, device_id=torch.device("cpu"))
     if how == "fsdp2":
         for layer in (net[0], net[2]):  # type: ignore[index]
             fully_shard(layer)
@@ -83,7 +84,7 @@ def train(how: str, fault: str, rank: int, world_size: int, **options: Any) -> l
 
 
 def refused() -> str:
-    net = parallelize_module(model(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = split(model(), "fsdp1")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.25)
     try:
         Monitor(net, optimizer, castwise.ShardedGradScaler("cpu"), on_nonfinite="diagnose").attach()

@@ -76,7 +76,7 @@ def test_the_diagnosis_is_that_of_the_rank_at_fault(how: str, ranks: list[dict[s
     assert (found["step"], found["cause"], found["rank"], found["phase"]) == (2, "non-finite loss", 1, "input")
 
 
-def test_a_model_with_tensor_parallelism_cannot_be_replayed(ranks: list[dict[str, Any]]) -> None:
+def test_a_model_under_fsdp1_cannot_be_replayed(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert "the forward of this model needs other ranks: remove on_nonfinite" in rank["refused"]
 

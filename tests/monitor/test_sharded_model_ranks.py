@@ -1,4 +1,4 @@
-"""FSDP2 on two real processes: ranks agree on faults, gather the weights, and each replays its batch alone."""
+"""FSDP2 and tensor parallelism on two real processes: ranks agree on faults, and each replays its batch alone."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from tests.distributed.ranks import run
 from torch import nn
 
-from castwise.monitor._sharded_model_ranks import can_be_gathered, can_be_replayed
+from castwise.monitor._gathered_weights import can_be_gathered, can_be_replayed
 
 CASES = (
     *("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late"),
-    "too large",
+    *("too large", "tensor parallel", "tensor parallel, sums", "fully_shard of tensor parallel"),
 )
 
 
@@ -67,6 +67,22 @@ def test_the_sample_is_named_also_with_weights_of_an_earlier_step(ranks: list[di
         assert found["summary"] == f"Input 0 is inf at (2, 4){weights}."
         assert found["sample"] == "sample 2 of the batch, column 4: inf"
         assert found["tried"] == "finite without sample 2"
+
+
+@pytest.mark.parametrize("how", ["tensor parallel", "fully_shard of tensor parallel"])
+def test_the_sample_is_named_under_tensor_parallelism(how: str, ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["warned"][how] == ranks[1]["warned"][how] == []
+    (found,) = ranks[0]["found"][how]
+    assert (found["step"], found["summary"]) == (3, "Input 0 is inf at (2, 4).")
+    assert found["sample"] == "sample 2 of the batch, column 4: inf"
+    assert found["tried"] == "finite without sample 2"
+
+
+def test_a_model_that_calls_collectives_itself_is_not_replayed(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["found"]["tensor parallel, sums"] == []
+        (said,) = rank["warned"]["tensor parallel, sums"]
+        assert said.startswith("step 3 could not be diagnosed: UnrepeatableError: its allreduce_ needs the other ranks")
 
 
 def test_a_replay_that_raises_on_one_rank_blocks_no_other(ranks: list[dict[str, Any]]) -> None:

@@ -41,12 +41,12 @@ from castwise.diagnosis._earlier_weights import EarlierWeights
 from castwise.diagnosis._loaded_batches import LOADED_BATCHES
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._recording import MicroBatches, Recording, loss_is_finite_of
+from castwise.monitor._gathered_weights import can_be_replayed
 from castwise.monitor._iterations import MonitoredIteration
 from castwise.monitor._monitor import Monitor, check_every
 from castwise.monitor._ranks import Ranks, rank_now
 from castwise.monitor._record_file import FILE_NAME
 from castwise.monitor._records import EndRecord
-from castwise.monitor._sharded_model_ranks import can_be_replayed
 from castwise.monitor._sinks import JSONL
 
 if TYPE_CHECKING:

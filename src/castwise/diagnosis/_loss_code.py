@@ -179,7 +179,8 @@ class LossCode:
         has_lines = self._anomaly is not None
         self._stop_reading_lines()
         self._backwards += 1
-        if loss.grad_fn is None or loss.is_meta or is_capturing(loss):
+        is_dtensor = hasattr(loss, "to_local")  # whose ops may wait for other ranks
+        if loss.grad_fn is None or loss.is_meta or is_dtensor or is_capturing(loss):
             return None
         nodes = nodes_of(loss, self._is_of_model)
         if has_lines:

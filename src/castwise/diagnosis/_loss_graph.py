@@ -17,6 +17,7 @@ import torch
 
 from castwise._torch_private import SAVED, SAVED_RAW, SAVED_SHAPE, number_of_node, results_of_node, schema_of
 from castwise.diagnosis._op_facts import is_random, name_of
+from castwise.diagnosis._ranges import memory_of
 
 LEAF = 2**63
 """Leaves are numbered above it."""
@@ -262,8 +263,8 @@ class Values:
     def __init__(
         self, nodes: Sequence[Any], outputs: Mapping[tuple[int, int], torch.Tensor], saved: Sequence[dict[str, Any]]
     ) -> None:
-        self._saved = {node: _with_memory(by_node) for node, by_node in zip(nodes, saved, strict=True)}
-        self._outputs = outputs
+        self._saved = {node: _readable(by_node) for node, by_node in zip(nodes, saved, strict=True)}
+        self._outputs = {edge: output for edge, output in outputs.items() if not hasattr(output, "to_local")}
         self._passed: list[torch.Tensor] = []
         self._by_edge: dict[Edge, torch.Tensor] = {}
         for node in nodes:
@@ -329,8 +330,8 @@ class Values:
 
     def come_from_models(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if any of the tensors is, or shares memory with, an output of a model."""
-        memory = {output.untyped_storage().data_ptr() for output in [*self._outputs.values(), *self._passed]}
-        return any(tensor.untyped_storage().data_ptr() in memory for tensor in tensors)
+        memory = {memory_of(output) for output in [*self._outputs.values(), *self._passed]} - {None}
+        return any(memory_of(tensor) in memory for tensor in tensors)
 
     def note_of_models(self, tensor: torch.Tensor) -> None:
         """Note that a tensor has the values of an output of a model."""
@@ -464,9 +465,12 @@ def _saved_inputs(saved: Mapping[str, Any]) -> Iterator[torch.Tensor]:
             yield saved[name].detach()
 
 
-def _with_memory(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what FSDP has freed, as it does gathered weights: to read that ends the process."""
-    return {name: value for name, value in saved.items() if not is_freed(value)}
+def _readable(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what FSDP has freed, as it does gathered weights: to read that ends the process.
+
+    Also DTensors: an op on them may wait for ranks that do not run it.
+    """
+    return {name: value for name, value in saved.items() if not (hasattr(value, "to_local") or is_freed(value))}
 
 
 def is_freed(value: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from castwise._torch_private import stored_values
+from castwise._torch_private import stored_values, waited
 from castwise.amp._gradients import is_plain
 
 Value = Literal["nan", "inf", "-inf"]
@@ -67,8 +67,8 @@ def stored(tensor: torch.Tensor) -> torch.Tensor | None:
     if tensor.layout is not torch.strided:
         return None
     if not is_plain(tensor):
-        to_local = getattr(tensor, "to_local", None)
-        return None if to_local is None else stored(to_local())
+        inner = tensor.to_local() if hasattr(tensor, "to_local") else waited(tensor)
+        return None if inner is tensor else stored(inner)
     return tensor
 
 

@@ -30,6 +30,7 @@ from castwise.monitor import _module_names as names
 from castwise.monitor._activations import Activations
 from castwise.monitor._checked_steps import device_of
 from castwise.monitor._exchange import NoExchangeError
+from castwise.monitor._gathered_weights import can_be_gathered, can_be_replayed
 from castwise.monitor._iterations import Iterations, MonitoredIteration
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
@@ -46,7 +47,7 @@ from castwise.monitor._records import (
 from castwise.monitor._run_header import run_record
 from castwise.monitor._sample import Sample, sample_record
 from castwise.monitor._scaler_steps import ScalerObserver
-from castwise.monitor._sharded_model_ranks import ShardedModelRanks, can_be_gathered, can_be_replayed, is_of_fsdp
+from castwise.monitor._sharded_model_ranks import ShardedModelRanks
 from castwise.monitor._sinks import Sink, Sinks
 from castwise.monitor._skips import PARAMETERS_NAMED, StepFault, agreed
 from castwise.monitor._step_numbers import StepNumbers
@@ -238,7 +239,8 @@ class Monitor:
         Raises:
             RuntimeError: The monitor is already attached.
             ValueError: `on_nonfinite="diagnose"` is set and the model is split over ranks in other ways than by
-                `fully_shard`: a replay that stops on one rank would block the others. FSDP1 is refused on one, too.
+                `fully_shard` and `parallelize_module`: a replay that stops on one rank would block the others. FSDP1 is
+                refused on one, too.
         """
         if self._handles:
             raise RuntimeError("this monitor is already attached: call detach() first")
@@ -314,7 +316,7 @@ class Monitor:
             return None, ". --spikes also looks at gradients, and at weights before each step, and repeats losses"
         from castwise.monitor._loss_replays import LossReplays
 
-        if is_of_fsdp(self._model) or not can_be_replayed(self._model):
+        if can_be_gathered(self._model) or not can_be_replayed(self._model):
             return None, ": a forward exchanges tensors with other ranks"
         self._recording = self._recording or self._recording_for_spikes()
         self._weights = self._weights or _earlier_weights()

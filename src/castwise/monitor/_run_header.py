@@ -12,9 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from castwise._version import __version__
 from castwise.monitor import _module_names as names
-from castwise.monitor._local_shards import is_split_over_ranks
+from castwise.monitor._gathered_weights import can_be_gathered
+from castwise.monitor._local_shards import fully_sharded, is_split_over_ranks
 from castwise.monitor._records import FORMAT, LAST_SECOND, RunRecord
-from castwise.monitor._sharded_model_ranks import can_be_gathered
 
 
 def run_record(
@@ -44,7 +44,7 @@ def run_record(
 
 def _split(model: nn.Module, parameters: Sequence[nn.Parameter]) -> dict[str, str]:
     if can_be_gathered(model):
-        return {"parameters split over ranks": "by fully_shard"}
+        return {"parameters split over ranks": "by fully_shard" if fully_sharded(model) else "by parallelize_module"}
     is_dtensor = is_split_over_ranks(nn.ParameterList(parameters))
     return {"parameters split over ranks": "in other ways"} if is_dtensor else {}
 

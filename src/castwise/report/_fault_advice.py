@@ -42,7 +42,7 @@ def taken_steps(facts: RunFacts) -> Iterator[Advice]:
     else:
         text = f"{several(len(taken), 'step')} with inf or NaN {_were(taken)} taken, first step {taken[0]:,}: {why}."
     split = facts.run.settings.get("parameters split over ranks")
-    is_replayable = split in (None, "by fully_shard")
+    is_replayable = split in (None, "by fully_shard", "by parallelize_module")
     if not diagnosed:
         text += " The batch of that step could not be" if is_replayable else " Models that are split so are not"
         text += " replayed."
