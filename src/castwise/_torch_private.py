@@ -591,7 +591,10 @@ def _exporting_mode() -> Any:
     if recorder is None:
         _warn_off("PreDispatchTorchFunctionMode", _WITHOUT_REGIONS)
         return None
-    return next((mode for mode in function_modes() if isinstance(mode, recorder)), None)
+    for mode in function_modes():  # no generator, which Dynamo would trace as a function of its own
+        if isinstance(mode, recorder):
+            return mode
+    return None
 
 
 @only_inlined

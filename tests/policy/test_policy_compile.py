@@ -371,6 +371,7 @@ ROOTS: dict[str, Callable[[], nn.Module]] = {
         *((name, {"modules": {"": "float32"}}, True) for name in ROOTS),
         ("nn.Sequential", {"output": "float32"}, True),
         ("nn.Sequential", {"modules": {"": "float32"}}, False),
+        ("nn.Sequential", {"modules": {"": "float32", "0": "bfloat16"}, "ops": {"softmax": "float16"}}, False),
     ],
 )
 def test_a_root_with_a_rule_is_compiled(name: str, fields: dict[str, Any], in_place: bool) -> None:
