@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -101,8 +102,10 @@ def test_a_run_of_an_unchanged_script_is_diagnosed_shown_and_replayed() -> None:
     replayed = output_of("diagnose", str(capsule), "--model", "models.py:make")
     assert "forward: 0: aten.to gives inf" in replayed
     assert "gave the bits of the run" in replayed
+    assert f'castwise.autocast("{DEVICE}", policy=' in output_of("fix", exit_code=1)  # an edit to be made by hand
     assert "step 6, 1 skipped, ended" in output_of("watch", "--once")
-    assert "report.html" in output_of("report")
+    if find_spec("plotly"):  # which a machine with a GPU may lack
+        assert "report.html" in output_of("report")
 
 
 @simulated
