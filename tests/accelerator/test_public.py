@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,48 +10,35 @@ import torch
 from tests.accelerator.availability import DEVICE, IS_SIMULATED, simulated
 from tests.accelerator.training import Counted, Training, batches, bits, net
 from torch import nn
-from typer.testing import CliRunner
 
 import castwise
-from castwise import MasterWeights
-from castwise._cli import app
-
-SCRIPT = """
-import sys
-import torch
-from tests.accelerator.training import DEVICE, batches, net
-
-model = net().to(DEVICE)
-model[1].eps = float(sys.argv[1])
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
-for x in batches(3):
-    optimizer.zero_grad()
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        loss = model(x).square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-"""
+from castwise import MasterWeights, checking
 
 
-def test_check_knows_a_script_again_and_names_what_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "other").mkdir()
-    Path("train.py").write_text(SCRIPT)
-    Path("other", "train.py").write_text(SCRIPT.replace(".square()", ".abs()"))
+def trains(eps: float = 1e-5, loss_of: Any = torch.square) -> Any:
+    def train() -> None:
+        model = net().to(DEVICE)
+        model[1].eps = eps
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+        for batch in batches(3):
+            optimizer.zero_grad()
+            with torch.autocast(DEVICE, dtype=torch.float16):
+                loss = loss_of(model(batch)).mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
 
-    def output_of(*arguments: str, exit_code: int = 0) -> str:
-        result = CliRunner().invoke(app, ["check", *arguments])
-        assert result.exit_code == exit_code, (result.output, result.exception)
-        return result.stdout
+    return train
 
-    output_of("record", "train.py", "--steps", "2", "--out", "golden.cwcheck", "--", "1e-5")
-    against = ("train.py", "--against", "golden.cwcheck")
-    assert "identical" in output_of(*against, "--", "1e-5") or not IS_SIMULATED
-    found = json.loads(output_of(*against, "--json", "--", "0.1", exit_code=1))
-    assert (found["kind"], found["where"]) == ("different", "1, forward")
-    assert "abs" in output_of("train.py", "--ops", "other", "--", "1e-5")
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_check_knows_a_function_again_and_names_what_was_changed() -> None:
+    golden = checking.record(trains(), 2)
+    assert checking.check(trains(), golden).kind == "identical" or not IS_SIMULATED
+    found = checking.check(trains(eps=0.1), golden)
+    assert (found.kind, found.where) == ("different", "1, forward")
+    assert "abs" in str(checking.compare_ops(trains(), trains(loss_of=torch.abs)))
 
 
 class Language(nn.Module):

@@ -146,7 +146,9 @@ def _takes_probe(train: Train) -> bool:
 def _seeded() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     threads, of_python, of_numpy = torch.get_num_threads(), random.getstate(), numpy and numpy.random.get_state()
-    with torch.random.fork_rng():
+    accelerator = torch.accelerator.current_accelerator()
+    devices = [*range(torch.accelerator.device_count())]  # named, or torch warns where there are several
+    with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
         torch.manual_seed(0)
         random.seed(0)
         if numpy:
