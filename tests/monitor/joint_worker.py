@@ -25,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from castwise.diagnosis._loss_graph import is_freed
 from castwise.diagnosis._replay import is_replaying
@@ -66,7 +67,10 @@ def made(how: str) -> Any:
     torch.manual_seed(0)
     net: Any = Net(checkpoints=how == "checkpointed")
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "tensor"))
-    if "tensor parallel" in how:
+    if how == "tensor parallel by Transformers":
+        parts = {f"last.{part}": "colwise_gather_output" for part in ("weight", "bias")}
+        apply_tensor_parallelism(net, mesh["tensor"], {"last": "colwise_gather_output", **parts})
+    elif "tensor parallel" in how:
         plan = {"blocks.*.linear": ColwiseParallel(output_layouts=Replicate())}
         parallelize_module(net, mesh["tensor"], {**plan, "last": RowwiseParallel(input_layouts=Replicate())})
     if how.startswith("tensor parallel"):
@@ -114,7 +118,8 @@ def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str,
             if monitor is not None and how == "left" and step == 2 and rank == 1:
                 monitor.detach()
             optimizer.step()
-    return [value for param in net.parameters() for value in param.full_tensor().detach().flatten().tolist()]
+    whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in net.parameters()]
+    return [value for param in whole for value in param.detach().flatten().tolist()]
 
 
 def main() -> None:
@@ -150,6 +155,7 @@ def main() -> None:
     compare("sample", "sample")
     compare("validated", "sample")
     compare("tensor parallel", "sample")
+    compare("tensor parallel by Transformers", "sample")
     compare("tensor parallel, sums", "sample")
     compare("fully_shard of tensor parallel", "sample")
     _exchange.LIMIT = 1.5

@@ -13,7 +13,8 @@ from castwise.monitor._gathered_weights import can_be_gathered, can_be_replayed
 
 CASES = (
     *("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late"),
-    *("too large", "tensor parallel", "tensor parallel, sums", "fully_shard of tensor parallel"),
+    *("too large", "tensor parallel", "tensor parallel by Transformers", "tensor parallel, sums"),
+    "fully_shard of tensor parallel",
 )
 
 
@@ -69,7 +70,9 @@ def test_the_sample_is_named_also_with_weights_of_an_earlier_step(ranks: list[di
         assert found["tried"] == "finite without sample 2"
 
 
-@pytest.mark.parametrize("how", ["tensor parallel", "fully_shard of tensor parallel"])
+@pytest.mark.parametrize(
+    "how", ["tensor parallel", "tensor parallel by Transformers", "fully_shard of tensor parallel"]
+)
 def test_the_sample_is_named_under_tensor_parallelism(how: str, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["warned"][how] == ranks[1]["warned"][how] == []
     (found,) = ranks[0]["found"][how]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from castwise.monitor._local_shards import fully_sharded, is_dtensor, is_partial
 from castwise.policy._casting import cast_floats
 
 _FSDP, _TENSOR_PARALLEL = "torch.distributed.fsdp", "torch.distributed.tensor"
+_TRANSFORMERS = "transformers.distributed"  # replaces the forwards of modules instead
 
 
 def can_be_replayed(model: nn.Module) -> bool:
@@ -78,7 +80,7 @@ def _own_parameters(unit: nn.Module) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def _without_tensor_parallelism(model: nn.Module) -> Iterator[None]:
-    """Give the modules plain tensors instead of DTensors, and take off the hooks that split inputs and sum outputs."""
+    """Give the modules plain tensors instead of DTensors, and take off what splits inputs and sums outputs."""
     split: list[Any] = [param for param in model.parameters() if is_dtensor(param)]
     if not split:
         yield
@@ -86,9 +88,11 @@ def _without_tensor_parallelism(model: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         whole = {id(param): nn.Parameter(param.full_tensor(), param.requires_grad) for param in split}
     tables = [(table, dict(table)) for table in map(parameters_in, model.modules())]
+    replaced = [module for module in model.modules() if _is_of(_TRANSFORMERS, vars(module).get("forward"))]
     with ExitStack() as stack:
         for module in model.modules():
             stack.enter_context(_without_hooks(module, _TENSOR_PARALLEL))
+        forwards = [(module, vars(module).pop("forward")) for module in replaced]
         try:
             for table, before in tables:
                 table.update((name, whole[id(param)]) for name, param in before.items() if id(param) in whole)
@@ -96,6 +100,8 @@ def _without_tensor_parallelism(model: nn.Module) -> Iterator[None]:
         finally:
             for table, before in tables:
                 table.update(before)
+            for module, forward in forwards:
+                module.forward = forward
 
 
 @contextmanager
@@ -126,4 +132,8 @@ def _casting_without_its_hooks(unit: nn.Module) -> Iterator[None]:
 def _without_hooks(module: nn.Module, package: str) -> AbstractContextManager[None]:
     """Take off the hooks around a module's forward that are functions of a package."""
     tables: list[Any] = [hooks_of(on) for on in (module.register_forward_pre_hook, module.register_forward_hook)]
-    return without(tables, lambda hook: str(getattr(hook, "__module__", "")).startswith(package))
+    return without(tables, partial(_is_of, package))
+
+
+def _is_of(package: str, function: object) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(package)
