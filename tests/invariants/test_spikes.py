@@ -39,7 +39,9 @@ class Training:
             *(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(128, 32), nn.GELU(), nn.Linear(32, 32), nn.Dropout(0.01)),
             *[nn.BatchNorm1d(32)] * has_norm,
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        if fault == "weights under Adam":
+            self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.labels = torch.randint(32, (32,))
         self.records: list[dict[str, Any]] = []
         options = {"spikes": True, "every": 1000} | options
@@ -83,6 +85,9 @@ class Training:
         elif fault == "weights":
             for state in self.optimizer.state.values():
                 state["momentum_buffer"].mul_(1000.0)
+        elif fault == "weights under Adam":
+            for state in self.optimizer.state.values():
+                state["exp_avg"].mul_(300.0)
         elif fault == "learning rate":
             self.optimizer.param_groups[0]["lr"] = 500.0
 
@@ -208,6 +213,16 @@ def test_a_large_element_that_the_backward_gives_again_is_no_fault() -> None:
             optimizer.zero_grad()
     (spike,) = [record for record in records if record["kind"] == "invariant" and record["severity"] == "warning"]
     assert "gradient element" not in spike["text"]
+
+
+def test_norms_are_context_and_blame_nothing() -> None:
+    (spike,) = Training("weights under Adam").broken("loss-spike")
+    grown = re.search(r"The norm of all weights is (\S+) times that of step 33\.", spike["text"])
+    assert grown is not None
+    assert float(grown[1]) > 1.05
+    assert re.search(r"Beside its second moment, the gradient of \S+ was largest: \S+ times the root\.", spike["text"])
+    assert "Cause: weights." in spike["text"]
+    assert not spike.get("parameters")
 
 
 @pytest.mark.parametrize("spikes", [True, False])

@@ -44,6 +44,19 @@ class GradientNorms:
         """Note the norms of a step, which may still be on their way to the host."""
         self._kept.append((step, params, norms))
 
+    def beside_second_moments(self, optimizer: torch.optim.Optimizer) -> dict[int, float]:
+        """Return the last gradients' root mean squares over the roots of their mean second moments, by parameter's id.
+
+        Empty without second moments as those of Adam, and for norms that are still on an accelerator.
+        """
+        _, params, norms = self._kept[-1] if self._kept else (0, (), ())
+        found = {}
+        for param, norm in zip(params, () if isinstance(norms, Readback) else norms, strict=False):
+            second = optimizer.state.get(param, {}).get("exp_avg_sq")
+            if type(second) is torch.Tensor and second.shape == param.shape and (total := float(second.sum())) > 0.0:
+                found[id(param)] = norm / math.sqrt(total)
+        return found
+
     def note_spike(self, step: int) -> None:
         """Note a spike, whose norms are due a few steps later."""
         self._spike = step if self._spike is None else self._spike

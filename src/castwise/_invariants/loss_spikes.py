@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeGuard
@@ -110,6 +110,7 @@ class LossSpikes:
         self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
         self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
         self._norms: dict[torch.optim.Optimizer, GradientNorms] = {}
+        self._names: Callable[[], Mapping[int, str]] = dict
         self._events: deque[tuple[int, str, str, tuple[str, ...]]] = deque(maxlen=WINDOW)
 
     def note_written(self, written: Sequence[Written]) -> None:
@@ -129,6 +130,7 @@ class LossSpikes:
             names: Returns the names of parameters by their ids.
             batches: The micro-batches of the step, if they are kept.
         """
+        self._names = names
         if self._looks_at_gradients:
             self._note_elements(optimizer, step, names, batches)
         rate = rate_of(optimizer)
@@ -249,12 +251,22 @@ class LossSpikes:
         }
         ruled_out = ", ".join(text for text, is_known in known.items() if is_known)
         text = f" Ruled out: {ruled_out}." if ruled_out else ""
+        context = self._context(optimizer)
         if self._replays is None:
-            return PendingSpike(spike, None, f"{text} Not replayed{self._why_not}.")
+            return PendingSpike(spike, None, f"{text} Not replayed{self._why_not}.", context)
         trial = self._replays.of_spike(optimizer, spike.step, spike.loss, batches)
         if isinstance(trial, str):
-            return PendingSpike(spike, None, f"{text} Not replayed: {trial}.")
-        return PendingSpike(spike, trial, text)
+            return PendingSpike(spike, None, f"{text} Not replayed: {trial}.", context)
+        return PendingSpike(spike, trial, text, context)
+
+    def _context(self, optimizer: torch.optim.Optimizer) -> str:
+        norms, names = self._norms.get(optimizer), self._names()
+        ratios = {} if norms is None else norms.beside_second_moments(optimizer)
+        named = [(ratio, names[key]) for key, ratio in ratios.items() if key in names]
+        if not named:
+            return ""
+        ratio, name = max(named)
+        return f" Beside its second moment, the gradient of {name} was largest: {ratio:.2g} times the root."
 
     def _judged(self, pending: PendingSpike, losses: _Losses, step: int, loss: float, batches: object) -> Spike:
         """Return the spike of the step before with its cause."""

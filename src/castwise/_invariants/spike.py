@@ -73,12 +73,14 @@ class SpikeTrial:
         loss: That of the spike's batch with its weights.
         usual: That of earlier batches with its weights, their geometric mean.
         usual_now: The same with the weights of now.
+        growth: The norm of all weights now over that of the earlier step.
     """
 
     weights_of: int
     loss: float
     usual: float
     usual_now: float
+    growth: float
 
     def rise(self, loss: float) -> float:
         """Return the logarithm of a loss over the usual one; inf if it is not finite."""
@@ -110,11 +112,13 @@ class PendingSpike(NamedTuple):
         spike: The spike.
         trial: What a replay has given; None if there was none.
         ruled_out: What is not the cause, and why there was no replay, in words.
+        context: What gradients were, in words, which never tells the cause.
     """
 
     spike: Spike
     trial: SpikeTrial | None
     ruled_out: str
+    context: str = ""
 
     def judged(self, *, is_back: bool, following: float | None) -> Spike:
         """Return the spike with its cause.
@@ -127,13 +131,16 @@ class PendingSpike(NamedTuple):
             if is_back:
                 return self.spike.with_cause("batch", f"The loss was back one step later.{self.ruled_out}")
             evidence = "The loss was not back one step later: it is the weights, or the data from here on."
-            return self.spike.with_cause("unknown", f"{evidence}{self.ruled_out}")
+            return self.spike.with_cause("unknown", f"{evidence}{self.ruled_out}{self.context}")
         trial, evidence = self.trial, f"{self.replayed(following)}{self.ruled_out}"
         cause, at = self.cause_by_replay(), f"at the weights of step {trial.weights_of:,}"
+        context = (
+            f" The norm of all weights is {trial.growth:.4g} times that of step {trial.weights_of:,}.{self.context}"
+        )
         if cause == "weights":
-            return self.spike.with_cause(cause, evidence, f" Tried: the loss is {trial.loss:.4g} {at}.")
+            return self.spike.with_cause(cause, f"{evidence}{context}", f" Tried: the loss is {trial.loss:.4g} {at}.")
         if cause == "unknown":
-            return self.spike.with_cause(cause, f"{evidence} Neither the batch nor the weights alone make it.")
+            return self.spike.with_cause(cause, f"{evidence} Neither the batch nor the weights alone make it.{context}")
         if not is_back and (following is None or trial.rise(following) >= self._least()):
             return self.spike.with_cause("data", evidence, f" Tried: the loss is as high {at}.")
         is_left = "The loss was back one step later." if is_back else "Its step has made the weights worse."

@@ -140,7 +140,7 @@ class LossReplays:
         usual = _mean(there)
         if not math.isfinite(usual):
             raise UnknownLossError(f"losses are not finite with the weights of step {known.step:,}")
-        return SpikeTrial(known.step, of_batch, usual, _mean(now))
+        return SpikeTrial(known.step, of_batch, usual, _mean(now), weights.growth())
 
     def gradient(self, param: torch.Tensor, batches: MicroBatches | None) -> torch.Tensor | None:
         """Return a parameter's gradient by a second backward of a step's batches; None if it cannot be repeated.
