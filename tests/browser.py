@@ -22,6 +22,8 @@ FLAGS = [
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"),
     "--no-default-browser-check",
 ]
+# For pages that do not move: a page opens in two thirds of the time.
+STILL = ["--disable-threaded-compositing", "--disable-lcd-text", "--disable-software-rasterizer"]
 PATIENCE_S, COMMAND_S = 120, 300  # drawing takes long if other processes keep all cores busy
 DRAWN = "document.documentElement.dataset.drawn !== undefined"  # what a report sets when its plots are there
 
@@ -29,7 +31,7 @@ DRAWN = "document.documentElement.dataset.drawn !== undefined"  # what a report 
 class Browser:
     """A Chromium that shows one page at a time, and hears what it says and asks for."""
 
-    def __init__(self, profile: Path) -> None:
+    def __init__(self, profile: Path, *flags: str) -> None:
         options = webdriver.ChromeOptions()
         driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
         if driver is None or chromium is None:  # selenium would download them
@@ -38,7 +40,7 @@ class Browser:
                 pytest.fail(missing)
             pytest.skip(missing)
         options.binary_location = chromium
-        for flag in (*FLAGS, f"--user-data-dir={profile}"):
+        for flag in (*FLAGS, *flags, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         # Otherwise it begins with Chromium's new-tab page, which sends requests of its own.
         options.add_experimental_option(

@@ -44,7 +44,10 @@ def test_a_version_that_was_not_run_has_a_row_that_says_so() -> None:
 WARN = "import warnings; warnings.warn('old', DeprecationWarning)"
 WARNING_TESTS = f"""
 import subprocess, sys
+from tests import forked
 from tests.forked import Python
+
+forked._SERVER.set_forkserver_preload([])  # to load less takes less
 
 def test_in_this_process():
     {WARN}

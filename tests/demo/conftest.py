@@ -19,7 +19,7 @@ class Demo:
     def __init__(self, folder: Path) -> None:
         self.out = folder / "runs"
         self.text = folder / "text.txt"
-        self.text.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(500)))
+        self.text.write_text("".join(f"line {n} of {n * n} lines\n" for n in range(200)))
 
     def run(self, *arguments: object) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-import castwise
 from castwise._cli import app
 from castwise._demo import command, corpus
 
@@ -60,20 +59,6 @@ def test_an_unwritable_folder(refusal: Refusal, demo: Demo) -> None:
     out = demo.text / "runs"  # below a regular file, where not even root can write
     message = f"cannot write {out}: Not a directory"
     assert refusal("--data", demo.text, "--out", out) == message
-
-
-def test_what_is_in_the_folder_stays(demo: Demo) -> None:
-    """Another program's files, and the record of a run that is worth more than a demo."""
-    demo.out.mkdir()
-    model = torch.nn.Linear(2, 1)
-    with castwise.Monitor(model, torch.optim.SGD(model.parameters()), sinks=[demo.out]):
-        pass
-    (demo.out / "report.html").write_text("mine")
-    before = {path.name: path.read_bytes() for path in demo.out.iterdir()}
-    for _ in range(2):
-        assert demo.run("--steps", 1)[0] == 0
-    assert {path.name: path.read_bytes() for path in demo.out.iterdir() if path.name in before} == before
-    assert len(list(demo.out.glob("*/monitor.jsonl.gz"))) == 2
 
 
 def test_no_steps(refusal: Refusal, demo: Demo) -> None:

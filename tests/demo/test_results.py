@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from tests.demo.test_training import trained
 
+import castwise
 from castwise._cli import app
 from castwise._demo import command
 from castwise._demo.command import compared, runs_of
@@ -29,10 +30,16 @@ ROWS = [(precision, library) for precision in ("fp32", "bf16", "fp16") for libra
 
 
 class Outcome:
-    """A real run, twice into the same folder: as a table, and as JSON."""
+    """A real run, twice into the same folder, which is not empty: as a table, and as JSON."""
 
     def __init__(self, demo: Demo) -> None:
         self.demo = demo
+        demo.out.mkdir()
+        model = torch.nn.Linear(2, 1)
+        with castwise.Monitor(model, torch.optim.SGD(model.parameters()), sinks=[demo.out]):
+            pass
+        (demo.out / "report.html").write_text("mine")
+        self.before = {path.name: path.read_bytes() for path in demo.out.iterdir()}
         self.code, self.stdout, self.stderr = demo.run("--steps", STEPS)
         self.json_code, printed, self.json_stderr = demo.run("--steps", STEPS, "--json")
         self.summary: dict[str, Any] = json.loads(printed)
@@ -49,6 +56,14 @@ def test_libraries_that_agree_exit_with_zero(outcome: Outcome) -> None:
     assert (outcome.json_code, outcome.json_stderr) == (0, "")
     names = ["fp32 castwise", "bf16 castwise", "fp16 castwise", "fp16 castwise, monitored"]
     assert outcome.summary["identical"] == dict.fromkeys(names, True)
+
+
+def test_what_is_in_the_folder_stays(outcome: Outcome) -> None:
+    """Another program's files, and the record of a run that is worth more than a demo."""
+    out, before = outcome.demo.out, outcome.before
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name in before} == before
+    assert len(before) > 1
+    assert len(list(out.glob("*/monitor.jsonl.gz"))) == 2
 
 
 def test_a_pipe_gets_a_line_per_training_run_and_no_control_codes(outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.browser import Browser, contrast_ratio
+from tests.browser import STILL, Browser, contrast_ratio
 
 LOADED = "document.readyState === 'complete'"
 PHONE, DESK = 400, 1400
@@ -60,7 +60,7 @@ return [...document.querySelectorAll("article .picture text")].map(text => getCo
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    browser = Browser(tmp_path_factory.mktemp("profile"))
+    browser = Browser(tmp_path_factory.mktemp("profile"), *STILL)
     yield browser
     browser.driver.quit()
 

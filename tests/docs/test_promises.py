@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -29,6 +30,7 @@ def blocks(text: str) -> Iterator[str]:
             yield f"outside a sentence: {token.content}"
 
 
+@functools.cache
 def functions(file: str) -> set[str]:
     path = ROOT / file
     tree = ast.parse(path.read_text() if path.is_file() else "")

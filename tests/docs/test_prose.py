@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -55,13 +56,14 @@ def _pages() -> list[Path]:
     return sorted(path for path in [*found, *ROOT.glob("*.md")] if "_build" not in path.parts)
 
 
+@functools.cache
+def _texts() -> dict[str, str]:
+    return {str(path.relative_to(ROOT)): re.sub(r"\s+(#|//)?\s*", " ", path.read_text()) for path in _pages()}
+
+
 @pytest.mark.parametrize("pattern", BANNED)
 def test_no_page_has_a_phrase_that_stops_its_reader(pattern: str) -> None:
-    found = [
-        f"{path.relative_to(ROOT)}: {match[0]!r}"
-        for path in _pages()
-        for match in re.finditer(pattern, re.sub(r"\s+(#|//)?\s*", " ", path.read_text()))
-    ]
+    found = [f"{path}: {match[0]!r}" for path, text in _texts().items() for match in re.finditer(pattern, text)]
     assert found == [], f"write {BANNED[pattern]!r}"
 
 

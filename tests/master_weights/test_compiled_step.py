@@ -296,7 +296,7 @@ def test_digests_write_nothing_and_compare_what_is_written() -> None:
     assert compiled_step.digests_of(bucket) != digests
 
 
-def test_a_forked_process_steps_in_the_other_way() -> None:
+def test_a_forked_process_steps_in_the_other_way(warm_python: None) -> None:
     """OpenMP would end it."""
     script = """if True:
         import os
@@ -348,7 +348,7 @@ def test_weight_decay_that_is_not_decoupled() -> None:
 
 
 @pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_torch_keeps_its_number_of_threads(layer: str) -> None:
+def test_torch_keeps_its_number_of_threads(layer: str, warm_python: None) -> None:
     """In a process of its own: numba starts its threads once."""
     script = """if True:
         import torch
