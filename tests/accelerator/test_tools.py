@@ -296,10 +296,20 @@ def test_a_spike_is_replayed_and_the_steps_before_wait_for_nothing_newer_than_tw
         warnings.simplefilter("ignore", RuntimeWarning)
         train(0, 16)
         with Counted() as counted:
-            train(16, 50)  # batches are kept at steps 17, 25, 33, 41 and 49
+            train(16, 20)  # batches are kept at steps 17, 25, 33, 41 and 49
+            model[0].weight.data.view(-1)[5] += 1e-3
+            train(20, 50)
         assert set(counted.waits) <= {"event"}, counted.lines
         train(50, 51, 1000.0)
-        train(51, 60)
+        train(51, 59)
+        model[0].bias.data.mul_(1.5)
+        train(59, 60)
+    written = [record["text"] for record in records if record.get("name") == "written-weights"]
+    of, size = model[0].weight.numel(), model[0].bias.numel()
+    assert written == [
+        f"0.weight was written outside the optimizer between steps 20 and 21 in 1 of {of} elements.",
+        f"0.bias was written outside the optimizer between steps 59 and 60 in {size} of {size} elements.",
+    ]
     (spike,) = [record for record in records if record.get("name") == "loss-spike" and record["severity"] == "warning"]
     assert "at step 51" in spike["text"]
     assert (

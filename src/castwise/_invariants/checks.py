@@ -169,6 +169,9 @@ class Checks:
 
     def stop(self) -> None:
         """Report what is known, and drop all copies."""
+        written = self._guards[5].call(self._written.end)
+        if written:
+            self._check(self._guards[5], report_of, written, copies=self._copies)
         self._check(self._guards[4], self._ranks.end)
         self._check(self._guards[6], lambda: (spike.report() for spike in self._losses.end()))
         self._guards[6].call(self._tell_norms, is_end=True)

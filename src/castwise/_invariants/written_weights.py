@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,9 @@ import torch
 from castwise._digests import digest
 from castwise._guard import ErrorBoundary, guarded
 from castwise._invariants.invariant import Exemptions, Violation, named
+from castwise.amp._devices import free_bytes, is_capturing
 from castwise.amp._gradients import params_of
+from castwise.amp._readback import DELAY, Readback
 
 _SMALL = 1 << 16  # elements: a copy of such weights costs less than their digests
 _JOINED = 1 << 12  # elements: to compare such weights together costs less than one by one
@@ -145,8 +147,48 @@ class _JoinedGroup:
         return torch.cat(self._flat)
 
 
+class _GroupOnDevice:
+    """Weights on an accelerator, which are compared there. The host counts what differs two steps later.
+
+    Args:
+        params: The weights by name.
+    """
+
+    def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
+        self.params = params
+        self._before: list[torch.Tensor] = []
+        self._pending: deque[tuple[int, Readback]] = deque()
+
+    def take(self) -> None:
+        """Keep what the weights are now."""
+        values = [_local(param) for param in self.params.values()]
+        if any(map(is_capturing, values)):  # the copies would become part of the graph
+            self._before = []
+        elif [value.shape for value in values] == [before.shape for before in self._before]:
+            torch._foreach_copy_(self._before, values)
+        else:
+            self._before = [value.clone() for value in values]
+
+    def compare(self, step: int) -> None:
+        """Start to compare the weights with what was kept, before a step."""
+        values = [_local(param) for param in self.params.values()]
+        if self._before and not any(map(is_capturing, values)):
+            pairs = zip(values, self._before, strict=True)
+            self._pending.append((step, Readback(torch.stack([(_bits(a) != _bits(b)).sum() for a, b in pairs]))))
+
+    def written(self, *, but: int) -> Iterator[Written]:
+        """Yield what the comparisons have found, each once, except the last `but`."""
+        while len(self._pending) > but:
+            step, counts = self._pending.popleft()
+            for (name, param), count in zip(self.params.items(), counts.wait().tolist(), strict=True):
+                if count:
+                    yield Written(step, name, count, param.numel())
+
+
 class WrittenWeights:
-    """Compares the weights of optimizers before steps with what they were after the one before. On a CPU.
+    """Compares the weights of optimizers before steps with what they were after the one before.
+
+    On accelerators only where copies are kept, for which there has to be memory, and without waiting for the device.
 
     Args:
         parameters: Returns the model's parameters by name.
@@ -165,7 +207,7 @@ class WrittenWeights:
         copies: bool,
     ) -> None:
         self._parameters, self._exemptions, self._number, self._copies = parameters, exemptions, number, copies
-        self._groups: dict[torch.optim.Optimizer, list[_Group | _JoinedGroup]] = {}
+        self._groups: dict[torch.optim.Optimizer, list[_AnyGroup]] = {}
         self._guard = ErrorBoundary("castwise may report weights as written that a script writes on purpose")
         self._kinds: dict[torch.optim.Optimizer, list[tuple[int, torch.dtype, torch.Size]]] = {}
         self._steps: Counter[torch.optim.Optimizer] = Counter()
@@ -223,20 +265,31 @@ class WrittenWeights:
             for group in groups:
                 group.take()
 
+    def end(self) -> list[Written]:
+        """Return what comparisons on accelerators have found since, which waits for them."""
+        groups = [group for groups in self._groups.values() for group in groups if isinstance(group, _GroupOnDevice)]
+        return [written for group in groups for written in group.written(but=0)]
+
     def stop(self) -> None:
         """Drop all copies."""
         self._groups.clear()
         self._kinds.clear()
         _WATCHES.discard(self)
 
-    def _grouped(self, params: Sequence[torch.Tensor]) -> list[_Group | _JoinedGroup]:
+    def _grouped(self, params: Sequence[torch.Tensor]) -> list[_AnyGroup]:
         names = {id(param): name for name, param in self._parameters().items()}
         joined: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         copied: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         digested: dict[str, torch.Tensor] = {}
+        on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
         for number, param in enumerate(params):
             name = names.get(id(param), f"parameter {number}")
-            if _can_compare(param) and not self._exemptions.has("written-weights", name):
+            if not _can_compare(param) or self._exemptions.has("written-weights", name):
+                continue
+            if param.device.type != "cpu":
+                if self._copies:  # otherwise a launch or two for each of them would be too many
+                    on_device.setdefault(param.device, {})[name] = param
+            else:
                 is_small = param.numel() <= _SMALL
                 if param.numel() <= _JOINED and not hasattr(param, "to_local") and param.is_contiguous():
                     joined.setdefault(param.dtype, {})[name] = param
@@ -244,12 +297,17 @@ class WrittenWeights:
                     copied.setdefault(param.dtype, {})[name] = param
                 else:
                     digested[name] = param
-        groups: list[_Group | _JoinedGroup] = [_JoinedGroup(group) for group in joined.values()]
+        groups: list[_AnyGroup] = [_JoinedGroup(group) for group in joined.values()]
+        groups += [_GroupOnDevice(group) for group in on_device.values() if _has_memory_for(group.values())]
         groups += [_Group(group, is_copied=True) for group in copied.values()]
         return [*groups, _Group(digested, is_copied=False)] if digested else groups
 
     def _differing(self, optimizer: torch.optim.Optimizer) -> Iterator[Written]:
         for group in self._groups.get(optimizer, ()) if self._is_compared(optimizer) else ():
+            if isinstance(group, _GroupOnDevice):
+                group.compare(self._number())
+                yield from group.written(but=DELAY)
+                continue
             for name, now, before in group.differing():
                 yield _written(self._number(), name, now, before)
 
@@ -304,9 +362,14 @@ def _local(param: Any) -> torch.Tensor:
 
 
 def _can_compare(param: torch.Tensor) -> bool:
-    return (
-        param.device.type == "cpu"  # elsewhere, the host would have to wait for each comparison
-        and param.is_floating_point()
-        and param.layout is torch.strided
-        and param.numel() > 0
-    )
+    return param.is_floating_point() and param.layout is torch.strided and param.numel() > 0 and not param.is_meta
+
+
+def _has_memory_for(params: Iterable[torch.Tensor]) -> bool:
+    """Return True if copies of tensors on one accelerator take at most a quarter of the memory that is free there."""
+    values = [_local(param) for param in params]
+    free = free_bytes(values[0].device.type)
+    return free is None or sum(value.nbytes for value in values) <= free / 4
+
+
+_AnyGroup = _Group | _JoinedGroup | _GroupOnDevice

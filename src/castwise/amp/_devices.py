@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -118,3 +119,13 @@ def is_capturing(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
         return False
     return torch.cuda.is_current_stream_capturing()
+
+
+def free_bytes(device_type: str) -> float | None:
+    """Return the free bytes of the current device's memory; None if they are not known."""
+    if device_type == "cpu":
+        names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
+        known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if known else None
+    ask = getattr(torch.get_device_module(device_type), "mem_get_info", None)
+    return None if ask is None else float(ask()[0])

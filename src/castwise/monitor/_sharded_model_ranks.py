@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from castwise._warnings import warn_or_print
+from castwise.amp._devices import free_bytes
 from castwise.monitor._exchange import Exchange, NoExchangeError
 from castwise.monitor._gathered_weights import gathered
 from castwise.monitor._local_shards import is_dtensor
@@ -95,15 +95,5 @@ class ShardedModelRanks:
         params: list[Any] = [param for param in self._model.parameters() if is_dtensor(param)]
         nbytes = sum(param.numel() * param.element_size() for param in params)
         # The mesh has the device of the gathered weights, also where the parts are kept in the host's memory.
-        free = _free_bytes(params[0].device_mesh.device_type) if params else None
+        free = free_bytes(params[0].device_mesh.device_type) if params else None
         return float(nbytes) <= (_MOST_BYTES if free is None else _MOST_OF_FREE * free)
-
-
-def _free_bytes(device_type: str) -> float | None:
-    """Return the free bytes of the current device's memory; None if they are not known."""
-    if device_type == "cpu":
-        names = os.sysconf_names if hasattr(os, "sysconf_names") else {}
-        known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) if known else None
-    ask = getattr(torch.get_device_module(device_type), "mem_get_info", None)
-    return None if ask is None else float(ask()[0])
