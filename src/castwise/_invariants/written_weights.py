@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -148,7 +150,9 @@ class _JoinedGroup:
 
 
 class _GroupOnDevice:
-    """Weights on an accelerator, which are compared there. The host counts what differs two steps later.
+    """Weights of one dtype on an accelerator, joined in one tensor, so that to compare them takes few launches.
+
+    The host learns two steps later how many elements differ, and the first and the last of them.
 
     Args:
         params: The weights by name.
@@ -156,33 +160,50 @@ class _GroupOnDevice:
 
     def __init__(self, params: Mapping[str, torch.Tensor]) -> None:
         self.params = params
-        self._before: list[torch.Tensor] = []
+        self._ends = [*accumulate(param.numel() for param in map(_local, params.values()))]
+        self._before: torch.Tensor | None = None
         self._pending: deque[tuple[int, Readback]] = deque()
 
     def take(self) -> None:
         """Keep what the weights are now."""
-        values = [_local(param) for param in self.params.values()]
-        if any(map(is_capturing, values)):  # the copies would become part of the graph
-            self._before = []
-        elif [value.shape for value in values] == [before.shape for before in self._before]:
-            torch._foreach_copy_(self._before, values)
+        flat = self._flat()
+        if flat is None:  # the copies would become part of a CUDA graph
+            self._before = None
         else:
-            self._before = [value.clone() for value in values]
+            self._before = torch.cat(flat) if self._before is None else torch.cat(flat, out=self._before)
 
     def compare(self, step: int) -> None:
         """Start to compare the weights with what was kept, before a step."""
-        values = [_local(param) for param in self.params.values()]
-        if self._before and not any(map(is_capturing, values)):
-            pairs = zip(values, self._before, strict=True)
-            self._pending.append((step, Readback(torch.stack([(_bits(a) != _bits(b)).sum() for a, b in pairs]))))
+        flat, before = self._flat(), self._before
+        if flat is None or before is None:
+            return
+        pair = _bits(torch.cat(flat)), _bits(before)
+        differ = (pair[0] != pair[1]).to(torch.uint8)
+        at = torch.stack([differ.argmax(), len(differ) - 1 - differ.flip(0).argmax()])
+        numbers = [differ.sum(dtype=torch.int64).view(1), at, *(bits.index_select(0, at).long() for bits in pair)]
+        self._pending.append((step, Readback(torch.cat(numbers))))
 
     def written(self, *, but: int) -> Iterator[Written]:
-        """Yield what the comparisons have found, each once, except the last `but`."""
+        """Yield what comparisons have found, except the last `but`: of several weights, the first and the last."""
         while len(self._pending) > but:
-            step, counts = self._pending.popleft()
-            for (name, param), count in zip(self.params.items(), counts.wait().tolist(), strict=True):
-                if count:
-                    yield Written(step, name, count, param.numel())
+            step, readback = self._pending.popleft()
+            count, first, last, new, _, old, _ = readback.wait().tolist()
+            owners = sorted({bisect_right(self._ends, at) for at in (first, last)}) if count else []
+            for owner in owners:
+                name, param = list(self.params.items())[owner]
+                element = first - (self._ends[owner - 1] if owner else 0)
+                values = [torch.tensor(bits, dtype=_BITS[param.itemsize]).view(param.dtype) for bits in (new, old)]
+                one = _written(step, name, *(value.view(1) for value in values))
+                if count > 1:
+                    yield Written(step, name, *((count, param.numel()) if len(owners) == 1 else ()))
+                elif one.flipped is None:
+                    yield replace(one, of=param.numel())
+                else:
+                    yield replace(one, of=param.numel(), flipped=(element, one.flipped[1]))
+
+    def _flat(self) -> list[torch.Tensor] | None:
+        values = [_local(param) for param in self.params.values()]
+        return None if any(map(is_capturing, values)) else [value.view(-1) for value in values]
 
 
 class WrittenWeights:
@@ -281,14 +302,14 @@ class WrittenWeights:
         joined: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         copied: dict[torch.dtype, dict[str, torch.Tensor]] = {}
         digested: dict[str, torch.Tensor] = {}
-        on_device: dict[torch.device, dict[str, torch.Tensor]] = {}
+        on_device: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
         for number, param in enumerate(params):
             name = names.get(id(param), f"parameter {number}")
             if not _can_compare(param) or self._exemptions.has("written-weights", name):
                 continue
             if param.device.type != "cpu":
-                if self._copies:  # otherwise a launch or two for each of them would be too many
-                    on_device.setdefault(param.device, {})[name] = param
+                if self._copies:
+                    on_device.setdefault((param.device, param.dtype), {})[name] = param
             else:
                 is_small = param.numel() <= _SMALL
                 if param.numel() <= _JOINED and not hasattr(param, "to_local") and param.is_contiguous():
@@ -366,10 +387,10 @@ def _can_compare(param: torch.Tensor) -> bool:
 
 
 def _has_memory_for(params: Iterable[torch.Tensor]) -> bool:
-    """Return True if copies of tensors on one accelerator take at most a quarter of the memory that is free there."""
+    """Return True if two copies of tensors take at most a quarter of the memory that is free on their accelerator."""
     values = [_local(param) for param in params]
     free = free_bytes(values[0].device.type)
-    return free is None or sum(value.nbytes for value in values) <= free / 4
+    return free is None or 2 * sum(value.nbytes for value in values) <= free / 4
 
 
 _AnyGroup = _Group | _JoinedGroup | _GroupOnDevice
