@@ -29,9 +29,11 @@ GROUP: Any = typer.main.get_command(app)
 
 # Answers each line in a child of one process, which has imported the command line, and prints whether torch was needed.
 LIGHT = """
-import json, os, sys
+import contextlib, json, os, sys
 import castwise._cli
 from castwise.__main__ import main
+with contextlib.suppress(ImportError):
+    import typer._adapters  # which loads pydantic as soon as an option is read
 
 for words, environment in json.load(sys.stdin):
     if os.fork():

@@ -39,7 +39,7 @@ print("entered", len(entered))
 """
 
 
-def test_a_watched_step_of_forty_parameters_enters_few_functions(tmp_path: Path) -> None:
+def test_a_watched_step_of_forty_parameters_enters_few_functions(tmp_path: Path, warm_python: None) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "castwise", "run", "--out", str(tmp_path / "runs"), str(script)]
