@@ -14,23 +14,12 @@ from castwise.master_weights import _master_weights as master_weights
 
 _library = torch.library.Library("castwise_test", "DEF")
 _library.define("join(Tensor weights, Tensor residue, Tensor ties, *, Tensor(a!) out) -> ()")
-_library.define("halves(Tensor values, *, Tensor(a!) weights, Tensor(b!) residue) -> ()")
-_library.define("ties(Tensor values, *, Tensor(a!) ties) -> ()")
+_library.define("split(Tensor values, *, Tensor(a!) weights, Tensor(b!) residue, Tensor(c!) ties) -> ()")
 _library.define("round(Tensor values, Tensor pool, Tensor starts, Tensor taken, *, Tensor(a!) out) -> ()")
 
 
-def _halves(values: torch.Tensor, *, weights: torch.Tensor, residue: torch.Tensor) -> None:
-    kernels.split(values, weights, residue, torch.empty(len(values) // 8, dtype=torch.uint8))
-
-
-def _ties(values: torch.Tensor, *, ties: torch.Tensor) -> None:
-    weights, residue = (torch.empty_like(values, dtype=dtype) for dtype in (torch.bfloat16, torch.int16))
-    kernels.split(values, weights, residue, ties)
-
-
 _library.impl("join", lambda *inputs, out: kernels.join(*inputs, out), "CPU")  # which the device calls
-_library.impl("halves", _halves, "CPU")
-_library.impl("ties", _ties, "CPU")
+_library.impl("split", lambda values, **written: kernels.split(values, *written.values()), "CPU")
 _library.impl("round", lambda *inputs, out: kernels.round_by_chance(*inputs, out), "CPU")
 
 
@@ -40,8 +29,7 @@ def _join_here(*tensors: torch.Tensor) -> bool:
 
 
 def _split_here(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor, ties: torch.Tensor) -> bool:
-    torch.ops.castwise_test.halves(values, weights=weights, residue=residue)
-    torch.ops.castwise_test.ties(values, ties=ties)
+    torch.ops.castwise_test.split(values, weights=weights, residue=residue, ties=ties)
     return True
 
 

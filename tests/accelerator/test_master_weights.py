@@ -141,7 +141,7 @@ def test_a_write_from_outside_is_used() -> None:
 
 @simulated
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_compiled_step_of_gpt2_launches_few_kernels_and_takes_little_more_than_twice_the_time_of_fp32(
+def test_a_compiled_step_of_gpt2_launches_few_kernels_and_takes_at_most_twice_the_time_of_fp32(
     scaled: bool,
 ) -> None:
     from tests.accelerator.counts import of_gpt2
@@ -149,7 +149,7 @@ def test_a_compiled_step_of_gpt2_launches_few_kernels_and_takes_little_more_than
     fp32, ours = of_gpt2(None, scaled=scaled), of_gpt2({}, scaled=scaled)
     assert ours.counts.launches - fp32.counts.launches <= (70 if scaled else 60)
     assert ours.counts.waits == {}
-    assert ours.ms <= 2.2 * fp32.ms
+    assert ours.ms <= 2.0 * fp32.ms
     assert ours.workspace <= 1.25
 
 

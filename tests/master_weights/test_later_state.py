@@ -108,3 +108,15 @@ def test_a_step_that_fails_half_way_creates_no_state() -> None:
     optimizer.step()
     cut = [weight for weight in optimizer._weights if weight.is_cut]
     assert all(optimizer.state[weight.param]["momentum_buffer"].abs().amax() <= 2 for weight in cut)
+
+
+def test_the_count_of_a_cut_weight_stays_where_a_cuda_graph_finds_it() -> None:
+    model, optimizer = wrapped(lambda params: optim.AdamW(params, lr=0.01, fused=True))
+    train(model, optimizer, 1)
+    cut = [weight.param for weight in optimizer._weights if weight.is_cut]
+    counts = [optimizer.state[param]["step"] for param in cut]
+    assert counts
+    train(model, optimizer, 2)
+    for param, count in zip(cut, counts, strict=True):
+        assert optimizer.state[param]["step"] is count
+        assert count == 3

@@ -106,6 +106,9 @@ class Weight:
     unknown, as after loading a checkpoint of castwise 0.2. A write of such weights is no change: DDP broadcasts
     them, and a model may be loaded after its optimizer. None after a step, when every write is a change."""
 
+    copies: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """Copies of state that is not elementwise, by name, for the parts of a cut weight that are yet to be stepped."""
+
     def digest(self) -> torch.Tensor:
         """Return a hash of the 16-bit weights on this rank, in memory order: int32, shape (). Does not sync."""
         return digest_of(local(self.param))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 
 import torch
 
@@ -168,17 +169,23 @@ class _CompiledSplit(Split):
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         kernels = self._kernels(weights)
-        if kernels is not None and kernels[0](weights.detach(), self._residue, self._ties.bits, out):
+        if kernels is not None and kernels[0](*_in_rows(weights.detach(), self._residue, self._ties.bits, out)):
             return out
         return super().decode(weights, out)
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
         kernels = self._kernels(weights)
-        if kernels is None or not kernels[1](values, weights.detach(), self._residue, self._ties.bits):
+        tensors = values, weights.detach(), self._residue, self._ties.bits
+        if kernels is None or not kernels[1](*_in_rows(*tensors)):
             super().encode(values, weights)
 
     def _kernels(self, weights: torch.Tensor) -> tuple[Kernel, Kernel] | None:
         return codec_kernels(weights.device) if is_aligned(weights) else None
+
+
+def _in_rows(*tensors: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield tensors with a row for each byte of ties, which are a row themselves."""
+    return (each if each.dtype is torch.uint8 else each.view(-1, 8) for each in tensors)
 
 
 @functools.cache
@@ -192,9 +199,9 @@ def codec_kernels(device: torch.device) -> tuple[Kernel, Kernel] | None:
     kernels = Kernel(_kernels.join), Kernel(_kernels.split)
     with torch.no_grad():
         codec.encode(values, weights)
-        kept = weights, codec._residue, ties.bits
-        kernels[1].try_((values,), kept)
-        kernels[0].try_(kept, (codec.decode(weights, torch.empty_like(values)),))
+        kept = (*_in_rows(weights, codec._residue, ties.bits),)
+        kernels[1].try_((*_in_rows(values),), kept)
+        kernels[0].try_(kept, (*_in_rows(codec.decode(weights, torch.empty_like(values))),))
     return kernels
 
 

@@ -27,13 +27,13 @@ def join(weights: torch.Tensor, residue: torch.Tensor, ties: torch.Tensor, out: 
     """Write the fp32 numbers that a codec keeps to `out`.
 
     Args:
-        weights: bfloat16; like all tensors flat and dense.
-        residue: int16, of the same length: the lower halves of the numbers.
-        ties: uint8: which ties were rounded down, as one bit for each weight.
-        out: fp32.
+        weights: bfloat16, shape (rows, 8).
+        residue: int16, of the same shape: the lower halves of the numbers.
+        ties: uint8, shape (rows,): which ties were rounded down, as one bit for each weight.
+        out: fp32, of the shape of the weights.
     """
     position = torch.arange(8, dtype=torch.int32, device=ties.device)
-    rounded_down = ties.view(-1, 1).to(torch.int32).bitwise_right_shift(position).bitwise_and(1).view(-1)
+    rounded_down = ties.unsqueeze(1).to(torch.int32).bitwise_right_shift(position).bitwise_and(1)
     bits = weights.float().view(torch.int32) + residue + rounded_down.bitwise_left_shift(16)
     out.copy_(bits.view(torch.float32))
 
@@ -42,7 +42,7 @@ def split(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor, ti
     """Write what `join` joins.
 
     Args:
-        values: fp32; the others are as in `join`.
+        values: fp32, shape (rows, 8); the others are as in `join`.
         weights: bfloat16.
         residue: int16.
         ties: uint8.
@@ -50,11 +50,10 @@ def split(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor, ti
     bits = values.view(torch.int32)
     weights.copy_(values)
     residue.copy_(bits)
-    in_bytes = bits.view(-1, 8)
-    packed = torch.zeros_like(ties, dtype=torch.int32)
-    for position in range(8):  # no sum, which would be a kernel of another shape
-        packed |= in_bytes[:, position].bitwise_and(0x1FFFF).eq(1 << 15).to(torch.int32) << position
-    ties.copy_(packed)
+    position = torch.arange(8, dtype=torch.int32, device=values.device)
+    rounded_down = bits.bitwise_and(0x1FFFF).eq(1 << 15).to(torch.int32)
+    # In rows of eight, this sum has the shape of what is written above, so one kernel reads the numbers for all three.
+    ties.copy_(rounded_down.bitwise_left_shift(position).sum(1, dtype=torch.int32))
 
 
 def round_by_chance(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from castwise.amp._gradients import is_plain
-from castwise.master_weights._buckets import Bucket, BucketViews, Loan, as_dtensor, laid_out_as, local
+from castwise.master_weights._buckets import Bucket, BucketViews, Loan, Segment, as_dtensor, laid_out_as, local
 from castwise.master_weights._low_state import Blockwise, Created, LowState, is_of_weight
 
 
@@ -140,9 +140,25 @@ def _lent_state(of_param: dict[Any, Any], loan: Loan, low_state: LowState) -> di
             lent_state[name] = as_dtensor(loan.low_states[str(name)], param)
         elif is_of_weight(value, param):
             lent_state[name] = loan.segment.view_of(value) if is_part else value
-        else:  # such as the step count, which each part increments
-            lent_state[name] = value.clone() if is_part and isinstance(value, torch.Tensor) else value
+        elif is_part and isinstance(value, torch.Tensor):  # such as the step count, which each part increments
+            lent_state[name] = _of_part(loan.segment, str(name), value)
+        else:
+            lent_state[name] = value
     return lent_state
+
+
+def _of_part(segment: Segment, name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a cut weight's state that is not elementwise: for its last part itself, for each part before a copy.
+
+    The last part is stepped last. A CUDA graph then finds the state where it has left it.
+    """
+    if segment.is_last:
+        return value
+    copies = segment.weight.copies
+    if segment.start == 0:  # for all parts at once, in one launch
+        number = -(-local(segment.weight.param).numel() // segment.length) - 1
+        copies[name] = [*value.expand(number, *value.shape).clone()]
+    return copies[name].pop()
 
 
 def _take_over(
