@@ -119,6 +119,7 @@ LOW_ROWS: dict[str, dict[str, Any]] = {
     "fp32 weights": {"options": None},
     "split": {"options": {}},
     "split, without a compiler": {"options": {}, "compiles": False},
+    "split, float16": {"options": {"dtype": torch.float16}},
     "stochastic": {"options": {"method": "stochastic"}},
     "split, states in bf16": {"options": {"state_dtype": BF16}},
     "split, states in 8 bits": {"options": {"state_dtype": INT8}},

@@ -15,11 +15,15 @@ from castwise.master_weights import _master_weights as master_weights
 _library = torch.library.Library("castwise_test", "DEF")
 _library.define("join(Tensor weights, Tensor residue, Tensor ties, *, Tensor(a!) out) -> ()")
 _library.define("split(Tensor values, *, Tensor(a!) weights, Tensor(b!) residue, Tensor(c!) ties) -> ()")
+_library.define("join_half(Tensor weights, Tensor residue, *, Tensor(a!) out) -> ()")
+_library.define("split_half(Tensor values, *, Tensor(a!) weights, Tensor(b!) residue) -> ()")
 _library.define("round(Tensor values, Tensor pool, Tensor starts, Tensor taken, *, Tensor(a!) out) -> ()")
 
 
 _library.impl("join", lambda *inputs, out: kernels.join(*inputs, out), "CPU")  # which the device calls
 _library.impl("split", lambda values, **written: kernels.split(values, *written.values()), "CPU")
+_library.impl("join_half", lambda *inputs, out: kernels.join_half(*inputs, out), "CPU")
+_library.impl("split_half", lambda values, **written: kernels.split_half(values, *written.values()), "CPU")
 _library.impl("round", lambda *inputs, out: kernels.round_by_chance(*inputs, out), "CPU")
 
 
@@ -33,6 +37,16 @@ def _split_here(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tens
     return True
 
 
+def _join_half_here(*tensors: torch.Tensor) -> bool:
+    torch.ops.castwise_test.join_half(*tensors[:-1], out=tensors[-1])
+    return True
+
+
+def _split_half_here(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> bool:
+    torch.ops.castwise_test.split_half(values, weights=weights, residue=residue)
+    return True
+
+
 def _round_here(*tensors: torch.Tensor) -> bool:
     torch.ops.castwise_test.round(*tensors[:-1], out=tensors[-1])
     return True
@@ -41,5 +55,6 @@ def _round_here(*tensors: torch.Tensor) -> bool:
 def compiled_codecs(patch: pytest.MonkeyPatch) -> None:
     """Let models of any size have compiled codecs on the device."""
     patch.setattr(codecs, "codec_kernels", lambda device: (_join_here, _split_here))
+    patch.setattr(codecs, "half_kernels", lambda device: (_join_half_here, _split_half_here))
     patch.setattr(codecs, "rounding_kernel", lambda device: _round_here)
     patch.setattr(master_weights, "WORTH_COMPILING", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,12 @@ from castwise.master_weights._codecs import (
     Chance,
     Split,
     _CompiledSplit,
+    _CompiledSplitHalf,
     _PackedTies,
+    _SplitHalf,
+    _Stochastic,
     codec_kernels,
+    half_kernels,
     rounding_kernel,
 )
 
@@ -35,6 +40,7 @@ def compiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(master_weights, "WORTH_COMPILING", 0)
     yield
     codec_kernels.cache_clear()
+    half_kernels.cache_clear()
     rounding_kernel.cache_clear()
 
 
@@ -63,18 +69,20 @@ def test_triton_kernels_are_as_few_as_the_simulated_accelerator_counts(monkeypat
     metrics = importlib.import_module("torch._inductor.metrics")
     values, residue = torch.empty(512, 8), torch.empty(512, 8, dtype=torch.int16)
     weights, ties = torch.empty(512, 8, dtype=torch.bfloat16), torch.empty(512, dtype=torch.uint8)
-    flat = torch.empty(2 * kernels.POOL)
+    flat, of_flat = torch.empty(2 * kernels.POOL), torch.empty(2 * kernels.POOL, dtype=torch.int16)
+    half = torch.empty_like(flat, dtype=torch.float16)
     random = Chance(0).random_of(len(flat), CPU, "weights")
     calls: dict[Any, tuple[torch.Tensor, ...]] = {
         kernels.join: (weights, residue, ties, values),
         kernels.split: (values, weights, residue, ties),
+        kernels.split_half: (flat, half, of_flat),
         kernels.round_by_chance: (flat, *random, torch.empty_like(flat, dtype=torch.bfloat16)),
     }
     for function, tensors in calls.items():
         metrics.reset()
-        with torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False):
-            with pytest.raises(Exception, match="triton"):
-                torch.compile(function, fullgraph=True, dynamic=True)(*tensors)
+        settings = torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False)
+        with settings, pytest.raises(Exception, match="triton"):
+            torch.compile(function, fullgraph=True, dynamic=True)(*tensors)
         assert metrics.generated_kernel_count == 1, function
 
 
@@ -84,7 +92,8 @@ def test_compiled_codecs_have_the_bits_of_torchs_ops_and_are_compiled_once_for_a
     counters.clear()
     assert codec_kernels(CPU) is not None
     assert rounding_kernel(CPU) is not None
-    assert counters["unique_graphs"] == 3
+    assert half_kernels(CPU) is not None
+    assert counters["unique_graphs"] == 5
     chances = Chance(0), Chance(0)
     chances[0].compile_on({CPU})
     for length in (16, 1000, 4096, 150_000):
@@ -104,16 +113,33 @@ def test_compiled_codecs_have_the_bits_of_torchs_ops_and_are_compiled_once_for_a
                 assert torch.equal(*rounded)
             for chance in chances:
                 chance.count(CPU)
-    for options in ({}, {"method": "stochastic", "state_dtype": LOW_STATE}):
+            values *= torch.exp2(torch.randint(-40, 20, (length,)).float())  # float16 represents few of these exactly
+            values[:4] = torch.tensor([math.inf, -math.inf, math.nan, -0.0])
+            halves = _CompiledSplitHalf(length, CPU), _SplitHalf(length, CPU)
+            low = [torch.empty(length, dtype=torch.float16) for _ in halves]
+            with torch.no_grad():
+                for codec, of_codec in zip(halves, low, strict=True):
+                    codec.encode(values, of_codec)
+                decoded = [codec.decode(low[0], torch.empty(length)) for codec in halves]
+            torch.testing.assert_close(*low, rtol=0.0, atol=0.0, equal_nan=True)
+            torch.testing.assert_close(*decoded, rtol=0.0, atol=0.0, equal_nan=True)
+            is_number = values == values
+            assert torch.equal(*(codec.saved(0, length)["half_residue"][is_number] for codec in halves))
+    kinds: dict[type, dict[str, Any]] = {
+        _CompiledSplit: {},
+        _CompiledSplitHalf: {"dtype": torch.float16},
+        _Stochastic: {"method": "stochastic", "state_dtype": LOW_STATE},
+    }
+    for kind, options in kinds.items():
         for nbytes in (4096, 400_000):
             compiled, used = trained(nbytes=nbytes, **options)
-            assert options or _CompiledSplit in used
+            assert kind in used
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(master_weights, "WORTH_COMPILING", 1 << 60)
                 plain, used = trained(nbytes=nbytes, **options)
-            assert _CompiledSplit not in used
+            assert not {_CompiledSplit, _CompiledSplitHalf} & used
             assert are_equal(compiled, plain)
-    assert counters["unique_graphs"] == 3
+    assert counters["unique_graphs"] == 5
 
 
 @pytest.mark.usefixtures("compiles")
@@ -148,6 +174,6 @@ def test_without_a_compiler_that_works_torchs_ops_step_after_one_warning(
 
 def test_nothing_is_compiled_on_cpus_nor_for_few_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not kernels.can_compile(CPU)
-    assert codec_kernels(CPU) is rounding_kernel(CPU) is None
+    assert codec_kernels(CPU) is half_kernels(CPU) is rounding_kernel(CPU) is None
     monkeypatch.setattr(codecs, "can_compile", lambda device: pytest.fail("asked for a compiler"))
     assert trained(1)[1] == {Split}

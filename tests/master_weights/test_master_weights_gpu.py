@@ -12,13 +12,13 @@ from torch import nn
 
 from castwise import MasterWeights
 from castwise.master_weights import _master_weights as master_weights
-from castwise.master_weights._codecs import codec_kernels, rounding_kernel
+from castwise.master_weights._codecs import codec_kernels, half_kernels, rounding_kernel
 from castwise.master_weights._kernels import can_compile
 
 pytestmark = pytest.mark.gpu
 
 LOW_STATE = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
-OPTIONS: list[dict[str, Any]] = [{}, {"method": "stochastic", "state_dtype": LOW_STATE}]
+OPTIONS: list[dict[str, Any]] = [{}, {"dtype": torch.float16}, {"method": "stochastic", "state_dtype": LOW_STATE}]
 
 
 def made(**options: Any) -> tuple[nn.Sequential, MasterWeights]:
@@ -49,6 +49,7 @@ def test_compiled_codecs_have_the_bits_of_torchs_ops_and_do_not_wait(
 ) -> None:
     assert can_compile(torch.device("cuda", 0)), "install triton: there is nothing to test without it"
     codec_kernels.cache_clear()
+    half_kernels.cache_clear()
     rounding_kernel.cache_clear()
     results = []
     for worth in (0, 1 << 60):

@@ -16,13 +16,20 @@ from collections.abc import Iterator
 import torch
 
 from castwise.master_weights import _kernels
-from castwise.master_weights._kernels import GOLDEN, POOL, Kernel, can_compile, is_aligned, numbers_of_all_kinds
+from castwise.master_weights._kernels import (
+    FIXED_POINT,
+    FLOATING_FROM,
+    GOLDEN,
+    LARGEST_HALF,
+    POOL,
+    Kernel,
+    can_compile,
+    is_aligned,
+    numbers_of_all_kinds,
+)
 
 _ROW = 512  # ties are searched in rows: one number in 65,536 is a tie, so most rows have none
 _TIE = -(1 << 15)
-_LARGEST_HALF = 65504.0
-# From here up, 16 bits distinguish the fp32 numbers that round to one fp16 number; below, residues are fixed-point.
-_FLOATING_FROM, _FIXED_POINT = 2.0**-16, 2.0**40
 
 # Multipliers and masks that move one bit of a byte into each of 8 bytes, and back.
 _EACH_BYTE = 0x0101010101010101
@@ -102,7 +109,8 @@ def codec_of(
 def split_codec(dtype: torch.dtype, length: int, device: torch.device, *, is_compiled: bool = False) -> Codec:
     """Return a codec that keeps all bits of fp32 weights, or nearly all for float16."""
     if dtype is torch.float16:
-        return _SplitHalf(length, device)
+        is_compiled = is_compiled and length > 1 and half_kernels(device) is not None
+        return (_CompiledSplitHalf if is_compiled else _SplitHalf)(length, device)
     # The bits of eight ties are a byte. Dynamo would compile again for one byte.
     if is_compiled and length % 8 == 0 and length > 8 and codec_kernels(device) is not None:
         return _CompiledSplit(length, device)
@@ -202,6 +210,23 @@ def codec_kernels(device: torch.device) -> tuple[Kernel, Kernel] | None:
         kept = (*_in_rows(weights, codec._residue, ties.bits),)
         kernels[1].try_((*_in_rows(values),), kept)
         kernels[0].try_(kept, (*_in_rows(codec.decode(weights, torch.empty_like(values))),))
+    return kernels
+
+
+@functools.cache
+def half_kernels(device: torch.device) -> tuple[Kernel, Kernel] | None:
+    """Return `_kernels.join_half` and `split_half`, compiled and tried, as `codec_kernels` does."""
+    if not can_compile(device):
+        return None
+    values = numbers_of_all_kinds(device)
+    values = torch.where(values == values, values, 1.0)  # the residues of NaN differ between devices
+    codec, weights = _SplitHalf(len(values), device), torch.empty_like(values, dtype=torch.float16)
+    kernels = Kernel(_kernels.join_half), Kernel(_kernels.split_half)
+    with torch.no_grad():
+        codec.encode(values, weights)
+        kept = weights, codec._residue
+        kernels[1].try_((values,), kept)
+        kernels[0].try_(kept, (codec.decode(weights, torch.empty_like(values)),))
     return kernels
 
 
@@ -314,18 +339,33 @@ class _SplitHalf(Codec):
 
     def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         out.copy_(weights)
-        is_small = out.abs() < _FLOATING_FROM
-        small = out + self._residue.float().div_(_FIXED_POINT)
+        is_small = out.abs() < FLOATING_FROM
+        small = out + self._residue.float().div_(FIXED_POINT)
         out.view(torch.int32).add_(self._residue)
         return out.copy_(torch.where(is_small, small, out))
 
     def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
-        weights.copy_(torch.where(values.isinf(), values, values.clamp(-_LARGEST_HALF, _LARGEST_HALF)))
+        weights.copy_(torch.where(values.isinf(), values, values.clamp(-LARGEST_HALF, LARGEST_HALF)))
         rounded = weights.float()
         floating = values.view(torch.int32) - rounded.view(torch.int32)
-        fixed = (values - rounded).mul_(_FIXED_POINT).round_().nan_to_num_().to(torch.int32)
-        residue = torch.where(rounded.abs() < _FLOATING_FROM, fixed, floating)
+        fixed = (values - rounded).mul_(FIXED_POINT).round_().nan_to_num_().to(torch.int32)
+        residue = torch.where(rounded.abs() < FLOATING_FROM, fixed, floating)
         self._residue.copy_(residue.clamp_(-(1 << 15), (1 << 15) - 1))
+
+
+class _CompiledSplitHalf(_SplitHalf):
+    """`_SplitHalf` in compiled kernels."""
+
+    def decode(self, weights: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        kernels = half_kernels(weights.device) if is_aligned(weights) else None
+        if kernels is not None and kernels[0](weights.detach(), self._residue, out):
+            return out
+        return super().decode(weights, out)
+
+    def encode(self, values: torch.Tensor, weights: torch.Tensor) -> None:
+        kernels = half_kernels(weights.device) if is_aligned(weights) else None
+        if kernels is None or not kernels[1](values, weights.detach(), self._residue):
+            super().encode(values, weights)
 
 
 class _Stochastic(Codec):
@@ -456,7 +496,7 @@ def round_by_chance(values: torch.Tensor, random: torch.Tensor, dtype: torch.dty
     rounded = (random + values.view(torch.int32)).bitwise_and_(-(1 << 13)).view(torch.float32)
     # 13 bits, too: next to an integer below 2**10, fp32 holds no more. Below 2**-14 all steps are equal.
     steps = (values.abs() * 2.0**24 + random / 2.0**13).floor_().mul_(2.0**-24).copysign_(values)
-    rounded = torch.where(values.abs() < 2.0**-14, steps, rounded).clamp_(-_LARGEST_HALF, _LARGEST_HALF)
+    rounded = torch.where(values.abs() < 2.0**-14, steps, rounded).clamp_(-LARGEST_HALF, LARGEST_HALF)
     return torch.where(values.isfinite(), rounded, values)
 
 

@@ -1,4 +1,4 @@
-"""The codecs of bfloat16 in one or two kernels each, compiled where Triton is; the ops in `_codecs` launch a dozen.
+"""The codecs in one kernel each, compiled where Triton is; the ops in `_codecs` launch a dozen.
 
 Compiled code is used only if it gives the bits of those ops for every kind of number, so it changes no result. It is
 compiled for any length when a `MasterWeights` is created, and not during a step.
@@ -19,6 +19,10 @@ POOL = 1 << 16
 """Random words that all streams of `Chance` share; they stay in a CPU's cache."""
 GOLDEN = 0x9E3779B9 - (1 << 32)
 """2^32 times the golden ratio, as a signed number."""
+LARGEST_HALF = 65504.0
+FLOATING_FROM, FIXED_POINT = 2.0**-16, 2.0**40
+"""From the first number up, 16 bits distinguish the fp32 numbers that round to one fp16 number; below, residues are
+fixed-point numbers, multiplied by the second."""
 _COMPILED_DEVICES = ("cuda", "xpu")
 _LOWER_HALVES = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234, 0xABCD)
 
@@ -54,6 +58,41 @@ def split(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor, ti
     rounded_down = bits.bitwise_and(0x1FFFF).eq(1 << 15).to(torch.int32)
     # In rows of eight, this sum has the shape of what is written above, so one kernel reads the numbers for all three.
     ties.copy_(rounded_down.bitwise_left_shift(position).sum(1, dtype=torch.int32))
+
+
+def join_half(weights: torch.Tensor, residue: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the fp32 numbers that a codec of float16 weights keeps to `out`.
+
+    Args:
+        weights: float16; like all tensors flat and dense.
+        residue: int16, of the same length: as fixed-point numbers below `FLOATING_FROM`, else what to add to the bits.
+        out: fp32.
+    """
+    rounded = weights.float()
+    fixed = rounded + residue.float() / FIXED_POINT
+    floating = (rounded.view(torch.int32) + residue).view(torch.float32)
+    out.copy_(torch.where(rounded.abs() < FLOATING_FROM, fixed, floating))
+
+
+def split_half(values: torch.Tensor, weights: torch.Tensor, residue: torch.Tensor) -> None:
+    """Write what `join_half` joins. The residue of NaN is 0.
+
+    Args:
+        values: fp32; the others are as in `join_half`.
+        weights: float16.
+        residue: int16.
+    """
+    limited = torch.where(values.isinf(), values, values.clamp(-LARGEST_HALF, LARGEST_HALF))
+    bits = limited.view(torch.int32)
+    # Rounded by hand: Inductor may leave out a conversion to float16 and back.
+    upper = (bits + 0xFFF + bits.bitwise_right_shift(13).bitwise_and(1)).bitwise_and(-(1 << 13)).view(torch.float32)
+    rounded = torch.where(limited.abs() < 2.0**-14, (limited * 2.0**24).round() * 2.0**-24, upper)
+    weights.copy_(torch.where(values == values, rounded, values))
+    floating = values.view(torch.int32) - rounded.view(torch.int32)
+    is_fixed = rounded.abs() < FLOATING_FROM
+    fixed = (torch.where(is_fixed, values - rounded, 0.0) * FIXED_POINT).round().to(torch.int32)
+    kept = torch.where(is_fixed, fixed, floating).clamp(-(1 << 15), (1 << 15) - 1)
+    residue.copy_(torch.where(values == values, kept, 0))
 
 
 def round_by_chance(
