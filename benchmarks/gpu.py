@@ -5,8 +5,9 @@
     PYTHONPATH=src python -m benchmarks.gpu --rehearse   # on the simulated accelerator; keeps no result
 
 Runs the tests that need a GPU; those of the simulated accelerator, on the GPU; the benchmarks of steps, regions,
-`MasterWeights` and `Monitor`; and the demo in three precisions. Writes benchmarks/results/*-cuda.json, README.md and
-the manual's start page. What fails or takes too long is named at the end, and the rest is run all the same.
+`MasterWeights`, `Monitor` and recipes (beside torchao, if that is installed); and the demo in three precisions. Writes
+benchmarks/results/*-cuda.json, README.md and the manual's start page. What fails or takes too long is named at the end,
+and the rest is run all the same.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ def parts(*, is_small: bool = False) -> list[Part]:
     only = tuple(word for name in BENCHMARKS for word in ("--only", name))
     left_out = ("-k", " and ".join(f"not {name}" for name in NOT_SIMULATED)) if is_small else ()
     return [
-        Part("tests that need a GPU", (*tests, "-m", "gpu", *files_of_gpu_tests(), *left_out), 130),
+        Part("tests that need a GPU", (*tests, "-m", "gpu", *files_of_gpu_tests(), *left_out), 120),
         Part(
             "tests of the simulated accelerator",
             (*tests, "tests/accelerator", *left_out),
-            130,
+            100,
             (("CASTWISE_ACCELERATOR", "cuda"),),
         ),
-        Part("benchmarks", ("-m", "benchmarks", "--device", "cuda", *sizes, *only, "--out", str(RESULTS)), 200),
-        Part("demo", ("-m", "castwise", "demo", "--device", "cuda", "--steps", "3" if is_small else "150"), 70),
+        Part("benchmarks", ("-m", "benchmarks", "--device", "cuda", *sizes, *only, "--out", str(RESULTS)), 190),
+        Part("recipes", ("-m", "benchmarks.recipe_speed", "--device", "cuda", *sizes), 60),
+        Part("demo", ("-m", "castwise", "demo", "--device", "cuda", "--steps", "3" if is_small else "150"), 60),
         Part("first pages", ("-m", "benchmarks.readme"), 10),
     ]
 

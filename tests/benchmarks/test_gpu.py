@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 
@@ -13,14 +14,14 @@ from benchmarks.gpu import ROOT, Part, parts, run
 from benchmarks.gpu_rehearsal import project_on_sim
 from typer.testing import CliRunner
 
-from benchmarks import gpu
+from benchmarks import gpu, recipe_speed
 from castwise._cli import app
 
 
 @pytest.mark.parametrize("is_small", [False, True])
 def test_the_commands_are_understood(is_small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    _, _, benchmarks, demo, _ = parts(is_small=is_small)
+    _, _, benchmarks, _, demo, _ = parts(is_small=is_small)
     options = parse(benchmarks.arguments[2:])
     assert (options.device, options.only, options.out) == ("cuda", list(gpu.BENCHMARKS), gpu.RESULTS)
     assert options.full != is_small
@@ -64,6 +65,15 @@ def test_the_tests_need_only_the_packages_that_are_named() -> None:
     assert ROOT / "tests/accelerator/training.py" in seen
     assert ROOT / "tests/amp/test_grad_scaler_gpu.py" in seen
     assert packages - sys.stdlib_module_names <= {*NEEDED, "tests", "benchmarks"}
+
+
+def test_recipes_are_compared_with_torchaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_speed, "NAMES", ("float8_rowwise",))
+    recipe_speed.main(["--device", "cpu"], tmp_path)
+    record = json.loads((tmp_path / "recipe_speed-cpu.json").read_text())
+    found = record["recipes"]["float8_rowwise"]
+    assert list(found["times bf16"]) == ["castwise", "torchao"]
+    assert found["ms"].keys() == {"torch", "castwise", "torchao"}
 
 
 def test_what_fails_or_takes_too_long_is_named(capfd: pytest.CaptureFixture[str]) -> None:
