@@ -22,6 +22,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -234,6 +235,19 @@ def correct_fsdp2() -> list[dict[str, Any]]:
     model = Net()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def correct_tensor_parallel() -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 4))
+    rows = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(net, init_device_mesh("cpu", (2,)), {"0": rows, "1": rows})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        records = train(net, optimizer, lambda x: net(x.abs().long()), of_rank=0)
+    assert not [each for each in caught if issubclass(each.category, RuntimeWarning)], caught[0].message
+    return records
 
 
 def correct_without_wrapper() -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from tests.distributed.ranks import join
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -51,6 +51,7 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.Sequential(*(Block(checkpoints=checkpoints) for _ in range(3)))
         self.last, self.raises, self.is_slow, self.sums = nn.Linear(8, 4), False, False, False
+        self.reads, self.mesh = False, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.raises and is_replaying():
@@ -58,6 +59,9 @@ class Net(nn.Module):
         if self.is_slow and is_replaying():
             time.sleep(0.7 * _exchange.LIMIT)
         hidden = self.blocks(x)
+        assert not self.reads or self.last.weight.kind == "last"
+        if self.mesh is not None:
+            DTensor.from_local(hidden.detach(), self.mesh, [Shard(0)], run_check=False).softmax(0)  # gathers it first
         if self.sums:
             dist.all_reduce(hidden.detach().clone())
         return self.last(hidden / hidden.norm(dim=-1, keepdim=True))
@@ -88,6 +92,9 @@ def train(how: str, rank: int, records: list[dict[str, Any]] | None, fault: str,
     """Train, and return the weights. The fault is in step 3, on rank 1; "pending" in the last."""
     net, world = made(how), dist.get_world_size()
     net.sums = how == "tensor parallel, sums"
+    net.reads = how == "tensor parallel"
+    net.last.weight.kind = "last"
+    net.mesh = init_device_mesh("cpu", (world,)) if how == "splits" else None
     net.raises, net.is_slow = how == "raises" and rank == 1, how == "slow" and rank == 1
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     if how == "validated":  # after which the root has all its weights
@@ -150,7 +157,7 @@ def main() -> None:
         print(json.dumps(out), flush=True)
         dist.destroy_process_group()
         return
-    for how in ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left"):
+    for how in ("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "splits"):
         compare(how, "loss")
     compare("sample", "sample")
     compare("validated", "sample")

@@ -13,7 +13,7 @@ from castwise.monitor._gathered_weights import can_be_gathered, can_be_replayed
 
 CASES = (
     *("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late"),
-    *("too large", "tensor parallel", "tensor parallel by Transformers", "tensor parallel, sums"),
+    *("splits", "too large", "tensor parallel", "tensor parallel by Transformers", "tensor parallel, sums"),
     "fully_shard of tensor parallel",
 )
 
@@ -86,6 +86,13 @@ def test_a_model_that_calls_collectives_itself_is_not_replayed(ranks: list[dict[
         assert rank["found"]["tensor parallel, sums"] == []
         (said,) = rank["warned"]["tensor parallel, sums"]
         assert said.startswith("step 3 could not be diagnosed: UnrepeatableError: its allreduce_ needs the other ranks")
+
+
+def test_an_op_that_would_exchange_tensors_within_itself_ends_the_replay(ranks: list[dict[str, Any]]) -> None:
+    """A dispatch mode does not see that an op on DTensors gathers them, and no other rank would join in."""
+    (said,) = ranks[1]["warned"]["splits"]
+    assert "its _softmax on DTensors may need the other ranks, which do not replay it" in said
+    assert ranks[0]["warned"]["splits"] == []
 
 
 def test_a_replay_that_raises_on_one_rank_blocks_no_other(ranks: list[dict[str, Any]]) -> None:

@@ -26,19 +26,21 @@ _AVERAGERS = "torch.distributed.algorithms.model_averaging.averagers"
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Ranks that train one model on different batches.
+    """Ranks that train one model, on different batches as far as is known.
 
     Args:
         ranks: Their global ranks, in ascending order.
         replicas: Parameters that each of them holds whole, by name.
         reduced: Those of them whose gradients are summed before each step, by name.
         wrappers: The wrappers of which the forward must be called.
+        may_share_batches: Whether they may work on one batch, as under tensor parallelism.
     """
 
     ranks: tuple[int, ...]
     replicas: Mapping[str, torch.Tensor] = field(default_factory=dict)
     reduced: Mapping[str, torch.Tensor] = field(default_factory=dict)
     wrappers: tuple[nn.Module, ...] = ()
+    may_share_batches: bool = False
 
 
 def data_parallel(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> DataParallel | None:
@@ -96,14 +98,17 @@ def _under_ddp(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Data
 
 def _replicated(parameters: Mapping[str, torch.Tensor]) -> DataParallel | None:
     found: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+    is_any_split = False
     for name, param in parameters.items():
         mesh, placements = _mesh_of(param), getattr(param, "placements", ())
-        if mesh is not None and param.requires_grad and all(placement.is_replicate() for placement in placements):
+        is_whole = all(placement.is_replicate() for placement in placements)
+        is_any_split = is_any_split or not is_whole
+        if mesh is not None and param.requires_grad and is_whole:
             found.setdefault(tuple(sorted(mesh.mesh.flatten().tolist())), {})[name] = param
     if not found:
         return None
     ranks, replicas = max(found.items(), key=lambda each: len(each[1]))
-    return DataParallel(ranks, replicas)
+    return DataParallel(ranks, replicas, may_share_batches=is_any_split)
 
 
 def _under_fsdp2(model: nn.Module) -> DataParallel | None:

@@ -100,7 +100,7 @@ class EqualRanks:
         parts = {
             _GRADIENTS: [_digest_of(param.grad) for param in self._stepped().values()],
             _WEIGHTS: [_digest_of(param) for param in self._weights().values()],
-            _BATCHES: [] if batch is None else [batch],
+            _BATCHES: [] if batch is None or peers.may_share_batches else [batch],
         }
         digests = [each for part in parts.values() for each in part]
         if digests:

@@ -279,6 +279,8 @@ def _can_compare(param: torch.Tensor) -> bool:
         and param.layout is torch.strided
         and gradient.layout is torch.strided
         and not param.is_meta
+        # Under tensor parallelism a gradient may be split otherwise, or be partial sums.
+        and getattr(gradient, "placements", None) == getattr(param, "placements", None)
     )
 
 

@@ -192,7 +192,7 @@ class Origins(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs = kwargs or {}
         self._order += 1
         self._note_node(func)
-        refuse_collective(func)
+        refuse_collective(func, types)
         self.has_collectives = self.has_collectives or op_facts.is_collective(func)
         written, read = op_facts.written_and_read(func, args, kwargs)
         if written:

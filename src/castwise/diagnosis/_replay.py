@@ -57,10 +57,22 @@ def within_training() -> Iterator[None]:
         _THREAD.is_within_training = before
 
 
-def refuse_collective(op: Any) -> None:
-    """Raise an UnrepeatableError if an op would exchange tensors with ranks that do not replay."""
-    if _THREAD.is_within_training and is_collective(op) and has_several_ranks():
-        raise UnrepeatableError(f"its {op.name().partition('::')[2]} needs the other ranks, which do not replay it")
+def refuse_collective(op: Any, types: Iterable[type]) -> None:
+    """Raise an UnrepeatableError if an op would exchange tensors with ranks that do not replay.
+
+    An op on DTensors may do so within itself, where no dispatch mode sees it.
+
+    Args:
+        op: The op.
+        types: The subclasses of its tensors, as a dispatch mode gets them.
+    """
+    if not _THREAD.is_within_training:
+        return
+    is_on_dtensors = any(hasattr(kind, "to_local") for kind in types)
+    if (is_on_dtensors or is_collective(op)) and has_several_ranks():
+        needs = "on DTensors may need" if is_on_dtensors else "needs"
+        name = op.name().partition("::")[2]
+        raise UnrepeatableError(f"its {name} {needs} the other ranks, which do not replay it")
 
 
 def has_several_ranks() -> bool:

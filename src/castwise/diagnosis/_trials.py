@@ -465,7 +465,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        refuse_collective(func)
+        refuse_collective(func, types)
         written, _ = written_and_read(func, args, kwargs)
         if written:
             self._before_write(written)

@@ -87,6 +87,8 @@ def _without_tensor_parallelism(model: nn.Module) -> Iterator[None]:
         return
     with torch.no_grad():
         whole = {id(param): nn.Parameter(param.full_tensor(), param.requires_grad) for param in split}
+    for param in split:
+        vars(whole[id(param)]).update(vars(param))  # a model may have attributes there
     tables = [(table, dict(table)) for table in map(parameters_in, model.modules())]
     replaced = [module for module in model.modules() if _is_of(_TRANSFORMERS, vars(module).get("forward"))]
     with ExitStack() as stack:
