@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tests.forked import Python
 
 from castwise._cli import app
 from castwise._demo import command, corpus
@@ -129,9 +129,13 @@ def test_a_folder_that_may_not_be_entered_is_left_out(demo: Demo, monkeypatch: p
 
 def test_a_path_that_the_terminal_cannot_show(demo: Demo) -> None:
     folder = demo.text.with_name("\u00fc\udcff")
+    script = demo.text.with_name("in_ascii.py")
+    script.write_text(
+        "import runpy, sys\nsys.stdout.reconfigure(encoding='ascii', errors='strict')\n"
+        "runpy.run_module('castwise', run_name='__main__', alter_sys=True)\n"
+    )
     arguments = ["--data", demo.text, "--out", folder, "--steps", "1", "--device", "cpu"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii:strict"}
-    command = [sys.executable, "-m", "castwise", "demo", *arguments]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "\\xfc\\udcff" in run.stdout
+    process = Python([script, "demo", *arguments])
+    stdout, stderr = process.communicate()
+    assert (process.returncode, stderr) == (0, "")
+    assert "\\xfc\\udcff" in stdout
