@@ -40,7 +40,11 @@ DEFINITIONS = {
     },
     "docs/integrations/run.md": {
         "5%",  # of lost updates, from where on it is a mistake
-        *("10 minutes", "10 seconds"),  # limits: between ranks of one launch, and from SIGTERM to the end
+        *(
+            "10 minutes",
+            "10 seconds",
+            "one minute",
+        ),  # limits: between ranks, of one launch too, and from SIGTERM to the end
         "a second",  # model, launch
     },
     "docs/reference/invariants.md": {"1.48 times", "1.5 times"},  # a sigma, and a jump of the learning rate

@@ -12,9 +12,22 @@ from torch import nn
 from castwise.monitor._gathered_weights import can_be_gathered, can_be_replayed
 
 CASES = (
-    *("fp32", "bf16", "kept", "accumulated", "checkpointed", "raises", "left", "sample", "validated", "slow", "late"),
+    *(
+        "fp32",
+        "bf16",
+        "kept",
+        "accumulated",
+        "checkpointed",
+        "raises",
+        "left",
+        "sample",
+        "validated",
+        "slow",
+        "late",
+        "left out",
+    ),
     *("splits", "too large", "tensor parallel", "tensor parallel by Transformers", "tensor parallel, sums"),
-    "fully_shard of tensor parallel",
+    *("left out", "fully_shard of tensor parallel"),
 )
 
 
@@ -98,6 +111,11 @@ def test_an_op_that_would_exchange_tensors_within_itself_ends_the_replay(ranks: 
 def test_a_replay_that_raises_on_one_rank_blocks_no_other(ranks: list[dict[str, Any]]) -> None:
     assert ranks[1]["warned"]["raises"] == ["step 3 could not be diagnosed: KeyError: 'of a replay'"]
     assert ranks[0]["found"]["raises"] == ranks[0]["warned"]["raises"] == []
+
+
+def test_a_rank_that_leaves_a_step_out_stalls_the_others_for_a_moment_alone(ranks: list[dict[str, Any]]) -> None:
+    said = [text for rank in ranks for text in rank["warned"]["left out"]]
+    assert any(text.startswith("batches of this model, which is split over ranks, are not replayed") for text in said)
 
 
 def test_a_rank_that_leaves_ends_the_replays_of_all(ranks: list[dict[str, Any]]) -> None:

@@ -101,9 +101,9 @@ class Monitor:
     With several processes, each measures its own part. They combine their results at sampled steps, and at skipped
     steps if the scalers of all agree, and the first process writes them. All processes attach together, with the same
     `every` and the same step numbers. A process waits at most 10 s in `attach`, and once for about 10 s in a step;
-    where faults of an FSDP2 model are diagnosed, twice as long in `attach`, and in each step as long as the training's
-    own collectives would: up to 10 minutes. After that, each warns with the cause, and the first records itself alone.
-    The manual's page on ranks has details.
+    where faults of a model that is split over ranks are diagnosed, twice as long in `attach`, in each step up to a
+    minute, and up to 10 minutes for ranks that replay. After that, each warns with the cause, and the first records
+    itself alone. The manual's page on ranks has details.
 
     Args:
         model: The trained model, or its wrapper; records use the names without wrappers.

@@ -17,7 +17,8 @@ from castwise.monitor._local_shards import is_dtensor
 
 _MOST_OF_FREE = 0.25  # of the memory that is free, for the parts of the other ranks
 _MOST_BYTES = 2**30  # where it is not known how much is free
-_LIMIT = 600.0  # seconds that a rank waits for the others, as in collectives of the training itself
+_LIMIT = 600.0  # seconds that a rank waits for others that replay, as in collectives of the training itself
+_LIMIT_OF_STEP = 60.0  # at a step, where ranks have just exchanged gradients: one may leave a step out by its own loss
 _FLAGS = 4
 
 
@@ -51,7 +52,7 @@ class ShardedModelRanks:
             flags: At most four.
         """
         self._steps += 1
-        return self._maximum(*flags)
+        return self._maximum(*flags, limit=_LIMIT_OF_STEP)
 
     @contextmanager
     def gathered(self, is_wanted: bool) -> Iterator[bool]:
@@ -73,12 +74,12 @@ class ShardedModelRanks:
         finally:
             self._maximum()
 
-    def _maximum(self, *flags: bool) -> tuple[bool, ...]:
+    def _maximum(self, *flags: bool, limit: float = _LIMIT) -> tuple[bool, ...]:
         # Of one size, so that ranks that are not where others are get wrong flags and no error that ends the process.
         numbers = torch.tensor([*flags, *[False] * (_FLAGS - len(flags))], dtype=torch.uint8)
         if self._exchange is not None:
             try:
-                self._exchange.maximum_of_step(self._steps, numbers, _LIMIT)
+                self._exchange.maximum_of_step(self._steps, numbers, limit)
             except NoExchangeError as why:
                 self._exchange = None
                 text = "batches of this model, which is split over ranks, are not replayed any more, nor steps skipped"
