@@ -184,7 +184,7 @@ class Checks:
         """Report what a check finds, unless it has failed before."""
         if guard.is_closed:
             return
-        try:  # here, for a function less a check in each step
+        try:  # not `guard.call`, which would be a function more for each check in each step
             for broken in check(*args, **kwargs) or ():
                 self._tell_unless_exempt(broken)
         except Exception as error:

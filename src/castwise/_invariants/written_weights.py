@@ -196,10 +196,8 @@ class _GroupOnDevice:
                 one = _written(step, name, *(value.view(1) for value in values))
                 if count > 1:
                     yield Written(step, name, *((count, param.numel()) if len(owners) == 1 else ()))
-                elif one.flipped is None:
-                    yield replace(one, of=param.numel())
                 else:
-                    yield replace(one, of=param.numel(), flipped=(element, one.flipped[1]))
+                    yield replace(one, of=param.numel(), flipped=one.flipped and (element, one.flipped[1]))
 
     def _flat(self) -> list[torch.Tensor] | None:
         values = [_local(param) for param in self.params.values()]

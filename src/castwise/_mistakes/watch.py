@@ -303,7 +303,7 @@ class Watch(Observer):
         """Notify the finders, from any thread."""
         for finder in self._listening.get(event, ()):
             if not finder._guard.is_closed:
-                try:  # here, for a function less a finder in each step
+                try:  # not `call`, which would be a function more for each finder in each step
                     getattr(finder, event)(*args, **kwargs)
                 except Exception as error:
                     finder._guard.failed(getattr(finder, event), error)
