@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own spelling
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 import castwise
@@ -64,6 +65,20 @@ def test_a_fault_of_the_forward(record: Any) -> None:
     step(model)
     found = recording.take().diagnose(1.0)
     assert (found.phase, found.module, found.op) == ("forward", "inner", "aten.div")
+
+
+def test_batches_inside_transforms_of_torch_func_are_not_kept(record: Any, recwarn: pytest.WarningsRecorder) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    recording = record(model)
+
+    def loss(params: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(model, params, (sample,)).square().mean()
+
+    vmap(grad(loss), (None, 0))({name: param.detach() for name, param in model.named_parameters()}, x)
+    assert len(recording.take()) == 0
+    assert list(recwarn) == []
+    loss(dict(model.named_parameters()), x).backward()
+    assert len(recording.take()) == 1
 
 
 def test_a_nan_that_a_mean_passes_on_with_finite_gradients(record: Any) -> None:

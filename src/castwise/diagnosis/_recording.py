@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from castwise._guard import ErrorBoundary, guarded
-from castwise._torch_private import is_backward_running, number_of_node
+from castwise._torch_private import are_functorch_transforms_active, is_backward_running, number_of_node
 from castwise._warnings import warn_or_print
 from castwise.amp._gradients import is_plain
 from castwise.amp._outcomes import Cause
@@ -355,7 +355,9 @@ class Recording:
 
     def _before(self, name: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = None
-        if torch.is_grad_enabled() and not (is_replaying() or is_backward_running()):
+        # The tensors of torch.func's transforms do not outlive these.
+        is_elsewhere = is_replaying() or is_backward_running() or are_functorch_transforms_active()
+        if torch.is_grad_enabled() and not is_elsewhere:
             with self._guard:  # `_after` expects an entry for each forward
                 began = LOSS_CODE.forward_begins()
                 inputs = self._inputs[model].keep(args, kwargs, self._most_bytes - self._nbytes)
