@@ -435,6 +435,20 @@ def test_without_a_scaler_or_an_option_the_line_of_a_loss_is_named(
     assert found.format(line) in text
 
 
+def test_a_step_that_the_script_leaves_out_for_its_loss_was_not_taken() -> None:
+    model, records = net().to(DEVICE), list[dict[str, Any]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with castwise.Monitor(model, optimizer, sinks=[records.append], on_nonfinite="diagnose"):
+        for number in range(8):
+            optimizer.zero_grad()
+            loss = model(torch.full((4, 8), math.nan if number == 3 else 1.0, device=DEVICE)).square().mean()
+            loss.backward()
+            if loss.isfinite():
+                optimizer.step()
+    steps = [record for record in records if record["kind"] == "step"]
+    assert [(record["cause"], math.isfinite(record["loss"])) for record in steps] == [(None, True)] * 7
+
+
 def test_a_schedule_that_is_exhausted_raises() -> None:
     training = Training(castwise, schedule=castwise.schedules.Dynamic(2.0**10, patience=2, on_exhausted="raise"))
     with pytest.raises(castwise.ScaleExhausted, match="non-finite loss") as raised:

@@ -98,6 +98,76 @@ def test_losses_are_recorded() -> None:
     assert [record["loss"] for record in of(records, "step")] == pytest.approx(sums)
 
 
+def leaves_out_by_loss(optimizer: Optimizer, backward: Callable[[], Tensor]) -> bool:
+    optimizer.zero_grad()
+    return bool(backward().isfinite())
+
+
+def leaves_out_by_loss_and_keeps_zeros(optimizer: Optimizer, backward: Callable[[], Tensor]) -> bool:
+    optimizer.zero_grad(set_to_none=False)
+    return bool(backward().isfinite())
+
+
+def leaves_out_by_norm(optimizer: Optimizer, backward: Callable[[], Tensor]) -> bool:
+    optimizer.zero_grad()
+    backward()
+    norm = nn.utils.clip_grad_norm_([param for group in optimizer.param_groups for param in group["params"]], 1.0)
+    return bool(norm.isfinite())
+
+
+LEAVE_OUT = [leaves_out_by_loss, leaves_out_by_loss_and_keeps_zeros, leaves_out_by_norm]
+
+
+@pytest.mark.parametrize("is_good", LEAVE_OUT)
+def test_a_step_that_the_script_leaves_out_for_its_loss_was_not_taken_and_is_diagnosed(is_good: Any) -> None:
+    model = gated()
+    optimizer, losses = SGD(model.parameters(), 0.01), []
+
+    def backward(batch: Tensor) -> Tensor:
+        losses.append(model(batch).square().mean())
+        losses[-1].backward()
+        return losses[-1].detach()
+
+    def training() -> None:
+        for batch in batches({3, 6, 7}):
+            if is_good(optimizer, lambda batch=batch: backward(batch)):
+                optimizer.step()
+
+    records = watched(model, optimizer, training)
+    assert [record["loss"] for record in of(records, "step")] == [
+        pytest.approx(loss.item()) for loss in losses if loss.isfinite()
+    ]
+    assert {record["cause"] for record in of(records, "step")} == {None}
+    assert of(records, "mistake") == []
+    found = [(record["step"], record["cause"], record["module"]) for record in of(records, "diagnosis")]
+    assert found == [(3, "left out by the script", "1"), (5, "left out by the script", "1")]
+
+
+def test_losses_of_gradients_that_a_script_keeps_elsewhere_are_not_left_out() -> None:
+    """As PCGrad and DP-SGD do."""
+    model = gated()
+    optimizer = SGD(model.parameters(), 0.01)
+
+    def training() -> None:
+        for first, second in zip(batches({3}), batches(set()), strict=True):
+            kept = []
+            for batch in first, second:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                kept.append([param.grad for param in model.parameters()])
+            for param, *gradients in zip(model.parameters(), *kept, strict=True):
+                param.grad = sum(gradients)
+            optimizer.step()
+
+    records = watched(model, optimizer, training)
+    assert [record["cause"] for record in of(records, "step")][:4] == [
+        *[None] * 2,
+        "non-finite loss",
+        "non-finite weights",
+    ]
+    assert [record["cause"] for record in of(records, "diagnosis")] == ["non-finite loss"]
+
+
 def test_watching_changes_no_bit_and_leaves_nothing_behind() -> None:
     plain, seen = gated(), gated()
     backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_

@@ -417,19 +417,24 @@ class _LocalMonitor(Monitor):
             self._say_origin(facts, diagnosis)
         Monitor._record_step(self, facts, iteration, diagnosis, batches)
 
+    def _record_left_out(self, step: int, diagnosis: Diagnosis) -> None:
+        Monitor._record_left_out(self, step, diagnosis)
+        self._say_once(f"left out by the script before step {step:,}", diagnosis)
+
     def _say_origin(self, facts: StepFacts, diagnosis: Diagnosis | None) -> None:
         """Say where an inf or NaN begins, once for each place, while the run goes on; a scale too high is none."""
         if diagnosis and diagnosis.remedy != "scale":
-            origin = diagnosis.module, diagnosis.op, diagnosis.line
-            sample = f" {diagnosis.sample[:1].upper()}{diagnosis.sample[1:]}." if diagnosis.sample else ""
-            text = f"{diagnosis.summary}{sample}"
+            self._say_once(f"step {facts.number:,}", diagnosis)
         elif facts.cause is not None and not facts.skipped and not self._origins_said and rank_now() == 0:
-            origin, text = ("", "", ""), f"taken with an inf or NaN ({facts.cause})"
-        else:
-            return
+            self._origins_said.add(("", "", ""))
+            self.say(f"step {facts.number:,}: taken with an inf or NaN ({facts.cause})")
+
+    def _say_once(self, when: str, diagnosis: Diagnosis) -> None:
+        origin = diagnosis.module, diagnosis.op, diagnosis.line
         if origin not in self._origins_said:
             self._origins_said.add(origin)
-            self.say(f"step {facts.number:,}: {text}")
+            sample = f" {diagnosis.sample[:1].upper()}{diagnosis.sample[1:]}." if diagnosis.sample else ""
+            self.say(f"{when}: {diagnosis.summary}{sample}")
 
     def _recording_for_spikes(self) -> Recording:
         recording = Recording(self._model, most_bytes=MOST_BYTES)

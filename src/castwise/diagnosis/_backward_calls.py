@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -13,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from castwise._guard import ErrorBoundary, guarded
 from castwise._layered_functions import BACKWARD, CLIP_GRAD_NORM
 from castwise._torch_private import is_backward_running
+from castwise.amp._gradients import params_of
 from castwise.amp._observers import OBSERVERS, Observer
 from castwise.diagnosis._diagnosis import Diagnosis
 from castwise.diagnosis._loss_code import LOSS_CODE
@@ -37,6 +39,8 @@ class BackwardCalls(Observer):
         self._fault: Diagnosis | None = None
         self._previous_fault: Diagnosis | None = None
         self._clipped: tuple[set[int], torch.Tensor] | None = None
+        self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._left_out = 0
 
     def follow(self) -> None:
         """Start to follow the calls."""
@@ -56,7 +60,8 @@ class BackwardCalls(Observer):
         OBSERVERS.remove(self)
         LOSS_CODE.forget()
         self._losses.clear()
-        self._previous, self._clipped = [], None
+        self._optimizers.clear()
+        self._previous, self._clipped, self._left_out = [], None, 0
         self._fault = self._previous_fault = None
         BACKWARD.remove(self._backward)
         CLIP_GRAD_NORM.remove(self._clip)
@@ -68,6 +73,15 @@ class BackwardCalls(Observer):
         Optimizers that step after one backward share its losses.
         """
         return list(self._losses) or self._previous
+
+    @property
+    def left_out(self) -> int:
+        """How many of these losses, the first ones, are of steps that the script seems to have left out.
+
+        Before the next `backward`, no parameter of an optimizer had a gradient. Some scripts keep gradients elsewhere,
+        so this is to be believed only of losses that are not finite, in a step whose gradients are.
+        """
+        return self._left_out if self._losses else 0
 
     @property
     def fault(self) -> Diagnosis | None:
@@ -102,6 +116,8 @@ class BackwardCalls(Observer):
             return
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         self._clipped = None
+        if self._losses and self._have_no_gradients():
+            self._left_out = len(self._losses)
         for loss in [loss for loss in given if isinstance(loss, torch.Tensor) and loss.numel() == 1]:
             self._losses.append(loss.detach())
             # A look at one on an accelerator would wait for it.
@@ -109,16 +125,28 @@ class BackwardCalls(Observer):
             fault = LOSS_CODE.backward_begins(loss, is_finite=is_finite)
             self._fault = self._fault or fault
 
+    def _have_no_gradients(self) -> bool:
+        """Return True if no optimizer has gradients. Zeros count only on CPUs, after a loss that is not finite."""
+        loss, params = self._losses[-1], (param for known in self._optimizers for param in params_of(known))
+        looks = loss.device.type == "cpu" and not math.isfinite(loss.item())
+        # FSDP2 keeps the gradients of micro-batches elsewhere.
+        return not any(
+            hasattr(param, "to_local") or (param.grad is not None and (not looks or bool(param.grad.any())))
+            for param in params
+        )
+
     def _after_clip(self, params: torch.Tensor | Iterable[torch.Tensor], norm: torch.Tensor) -> None:
         clipped = [params] if isinstance(params, torch.Tensor) else params
         self._clipped = set(map(id, clipped)), norm
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer | None = None, *_: object) -> None:
         LOSS_CODE.step_ends()
+        if optimizer is not None:
+            self._optimizers.add(optimizer)
         if self._losses:
             self._previous, self._previous_fault = list(self._losses), self._fault
             self._losses.clear()
-            self._fault = None
+            self._fault, self._left_out = None, 0
 
 
 BACKWARD_CALLS = BackwardCalls()

@@ -98,6 +98,9 @@ class CheckedSteps:
             checked = replace(checked, is_skipped=True)
         self._checked[optimizer] = checked
         follows_earlier_fault = self._has_fault and checked.cause is Cause.NONFINITE_WEIGHTS
+        if checked.left_out and self._joint is None:
+            with self._guard:  # the weights are still those of its forward
+                self._on_fault(optimizer, replace(checked, cause=Cause.NONFINITE_LOSS))
         if checked.cause is not None and (self._joint is not None or not follows_earlier_fault):
             checked = replace(checked, follows_earlier_fault=follows_earlier_fault)
             self._has_fault = True

@@ -35,6 +35,7 @@ from castwise.monitor._iterations import Iterations, MonitoredIteration
 from castwise.monitor._quantized_layers import QuantizedLayers
 from castwise.monitor._ranks import Ranks
 from castwise.monitor._records import (
+    LEFT_OUT,
     AloneRecord,
     DiagnosisRecord,
     EndRecord,
@@ -477,7 +478,10 @@ class Monitor:
             batches = None if checked.follows_earlier_fault else iteration.batches[optimizer]
         facts = StepFacts(self._numbers.next, optimizer, 1.0, skipped=True, cause=checked.cause)
         diagnosis = self._replay(facts, batches)
-        if not _is_explained(diagnosis):
+        if checked.left_out:
+            if diagnosis is not None:
+                self._record_left_out(facts.number, diagnosis)
+        elif not _is_explained(diagnosis):
             WATCH.judged(checked.loss, not checked.has_nonfinite_gradients)
 
     @guarded
@@ -520,7 +524,7 @@ class Monitor:
         elif self._is_late:
             diagnosis = self._replay_late(facts, batches)
         else:  # `_on_fault` has replayed them
-            diagnosis = None if batches is None else batches.diagnosis
+            diagnosis = None if batches is None or facts.cause is None else batches.diagnosis
         if diagnosis and facts.cause is Cause.UNKNOWN:  # several losses: the replay shows which one
             facts = replace(facts, cause=_BY_PHASE.get(diagnosis.phase, facts.cause))
         self._record_step(facts, iteration, diagnosis, batches)
@@ -553,6 +557,10 @@ class Monitor:
             self._invariant_checks.step_known(facts.optimizer, facts.number, facts.loss, facts.grad_norm, batches)
         for record in skip.diagnoses if skip else ():
             self._write(record)
+
+    def _record_left_out(self, step: int, diagnosis: Diagnosis) -> None:
+        """Record why the loss was not finite in a step that the script has left out before another."""
+        self._write(DiagnosisRecord.of(step, LEFT_OUT, diagnosis))
 
     # -- results -------------------------------------------------------------------------------------------
 

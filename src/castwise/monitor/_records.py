@@ -27,6 +27,8 @@ _Reader: TypeAlias = Callable[[Any], Any]
 
 FORMAT = 3
 """The version of the format of files; higher ones are refused."""
+LEFT_OUT = "left out by the script"
+"""The cause in diagnoses of a step that a script without a scaler did not take, after a loss with an inf or NaN."""
 LAST_SECOND = 2**34  # in the year 2514: every system can format times before it
 _NOT_FINITE = {"nan", "inf", "-inf"}
 # Exponents of fp64's smallest and largest numbers.

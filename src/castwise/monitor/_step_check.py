@@ -30,6 +30,7 @@ class Checked:
         parameters: The parameters whose gradients are not finite.
         is_skipped: Whether the step is skipped for it.
         follows_earlier_fault: Whether an earlier fault has spoilt the weights.
+        left_out: Whether this one is finite, and the script has left out a step before it with a loss that is not.
     """
 
     cause: Cause | None = None
@@ -39,6 +40,7 @@ class Checked:
     parameters: tuple[torch.Tensor, ...] = ()
     is_skipped: bool = False
     follows_earlier_fault: bool = False
+    left_out: bool = False
 
     def added_to(self, facts: StepFacts) -> StepFacts:
         """Return the facts of a step with those of this check."""
@@ -57,18 +59,19 @@ class LateCheck:
 
     Args:
         gradients: Not finite if a gradient is not; fp32, shape ().
-        loss: fp32, shape (); None if no `backward` was seen.
+        losses: fp32, shape (); the loss, and the loss without those that the script may have left out. Empty if no
+            `backward` was seen.
     """
 
-    def __init__(self, gradients: torch.Tensor, loss: torch.Tensor | None) -> None:
-        self._has_loss = loss is not None
-        self._numbers = Readback(torch.stack([gradients, gradients if loss is None else loss.to(gradients.device)]))
+    def __init__(self, gradients: torch.Tensor, losses: Sequence[torch.Tensor]) -> None:
+        self._numbers = Readback(torch.stack([gradients, *(loss.to(gradients.device) for loss in losses)]))
 
     def wait(self) -> Checked:
         """Wait for the device."""
-        norm, loss = self._numbers.wait().tolist()
-        known = loss if self._has_loss else None
-        return Checked(_cause(math.isfinite(norm), known), not math.isfinite(norm), known, norm)
+        norm, *losses = self._numbers.wait().tolist()
+        is_finite = math.isfinite(norm)
+        loss = losses[-1 if is_finite and not math.isfinite(losses[0]) else 0] if losses else None
+        return Checked(_cause(is_finite, loss), not is_finite, loss, norm)
 
 
 class StepCheck:
@@ -89,22 +92,24 @@ class StepCheck:
     def check(self, optimizer: torch.optim.Optimizer) -> Checked:
         """Check the step that an optimizer is about to take. Waits for an accelerator."""
         params, gradients = _params_and_gradients(optimizer)
-        loss = _sum_of(BACKWARD_CALLS.losses)
-        known_loss = None if loss is None else loss.item()
+        losses = [loss.item() for loss in _losses()]
+        loss = losses[0] if losses else None
         bad: tuple[torch.Tensor, ...] = ()
         clipped_norm = BACKWARD_CALLS.norm_of(params)
         norm = _norm_on_host(gradients) if clipped_norm is None else _local(clipped_norm).item()
         if not math.isfinite(norm):  # a norm may also overflow alone
             bad = tuple(param for param in params if param.grad is not None and not _is_finite(param.grad))
-        cause = _cause(not bad, known_loss)
+        left_out = len(losses) > 1 and not bad and not math.isfinite(losses[0])
+        loss = losses[-1] if left_out else loss
+        cause = _cause(not bad, loss)
         if cause is not None and not all(map(_is_finite, params)):
             cause = Cause.NONFINITE_WEIGHTS
         is_dtensor = any(hasattr(kind, "to_local") for kind in set(map(type, params)))  # then it is this rank's part's
-        return Checked(cause, bool(bad), known_loss, None if is_dtensor else norm, bad)
+        return Checked(cause, bool(bad), loss, None if is_dtensor else norm, bad, left_out=left_out and cause is None)
 
     def check_late(self, optimizer: torch.optim.Optimizer) -> LateCheck:
         """Start to check a step on an accelerator, without waiting for it."""
-        return LateCheck(_norm(_params_and_gradients(optimizer)[1]), _sum_of(BACKWARD_CALLS.losses))
+        return LateCheck(_norm(_params_and_gradients(optimizer)[1]), _losses())
 
 
 def _params_and_gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -113,10 +118,16 @@ def _params_and_gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.
     return params, [param.grad for param in params]  # type: ignore[misc]  # none is None
 
 
-def _sum_of(losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of losses in fp32, shape (), on the device of the first; None if there are none."""
-    if not losses:
-        return None
+def _losses() -> list[torch.Tensor]:
+    """Return the sum of the losses since the previous step, and without those of steps that the script has left out.
+
+    One sum if there are no such; none if there are no losses. fp32, shape (), on the device of the first loss.
+    """
+    losses, left_out = BACKWARD_CALLS.losses, BACKWARD_CALLS.left_out
+    return [_sum_of(losses[start:]) for start in sorted({0, left_out})] if losses else []
+
+
+def _sum_of(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     first = losses[0].reshape(()).float()
     return sum((loss.reshape(()).float().to(first.device) for loss in losses[1:]), first)
 

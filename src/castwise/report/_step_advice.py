@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from castwise._number_text import percent, power_of_two, several
 from castwise.monitor import _causes as causes
+from castwise.monitor._records import LEFT_OUT
 from castwise.report._advice import Advice, Measured, Severity
 from castwise.report._diagnosed import Diagnosed, first_and_last
 from castwise.report._fault_advice import guarding_scaler
@@ -244,15 +245,18 @@ def _long_rows(facts: RunFacts) -> Iterator[Advice]:
 
 
 def other_diagnoses(facts: RunFacts) -> Iterator[Advice]:
-    """Report diagnoses of steps that have no record, because the process was killed."""
+    """Report diagnoses of steps that have no record, because the script left them out or the process was killed."""
     if facts.divergence:
         return
     recorded = {skips.cause for skips in [*facts.skips, *facts.faults]}
     for cause in dict.fromkeys(each.cause for each in facts.diagnosed if each.cause not in recorded):
         found = [each for each in facts.diagnosed if each.cause == cause]
-        evidence: dict[str, Measured] = {"module": shown(found[0].module), "op": found[0].op}
-        evidence["diagnosed_steps"] = sum(len(each.steps) for each in found)
-        yield Advice(f"Steps were skipped: {cause}.", evidence, "warning", first_and_last(found))
+        count = sum(len(each.steps) for each in found)
+        evidence: dict[str, Measured] = {"module": shown(found[0].module), "op": found[0].op, "diagnosed_steps": count}
+        text = f"Steps were skipped: {cause}."
+        if cause == LEFT_OUT:
+            text = f"The script left out {several(count, 'step')} that had an inf or NaN."
+        yield Advice(text, evidence, "warning", first_and_last(found))
 
 
 def _diagnosed(facts: RunFacts, *causes: str) -> tuple[Diagnosed, ...]:
