@@ -64,7 +64,7 @@ def are_equal(these: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def test_triton_kernels_are_as_few_as_the_simulated_accelerator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor writes the kernels of a GPU; that there is no Triton to compile them it sees too late to matter."""
+    """Inductor writes the kernels of a GPU; that no Triton compiles them for a CPU it sees too late to matter."""
     monkeypatch.setattr("torch.utils._triton.triton_hash_with_backend", lambda: "", raising=False)
     metrics = importlib.import_module("torch._inductor.metrics")
     values, residue = torch.empty(512, 8), torch.empty(512, 8, dtype=torch.int16)
@@ -81,7 +81,7 @@ def test_triton_kernels_are_as_few_as_the_simulated_accelerator_counts(monkeypat
     for function, tensors in calls.items():
         metrics.reset()
         settings = torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False)
-        with settings, pytest.raises(Exception, match="triton"):
+        with settings, pytest.raises(Exception, match="triton|0 compatible backends"):
             torch.compile(function, fullgraph=True, dynamic=True)(*tensors)
         assert metrics.generated_kernel_count == 1, function
 
