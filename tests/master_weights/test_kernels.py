@@ -81,7 +81,7 @@ def test_triton_kernels_are_as_few_as_the_simulated_accelerator_counts(monkeypat
     for function, tensors in calls.items():
         metrics.reset()
         settings = torch._inductor.config.patch(cpu_backend="triton", fx_graph_cache=False)
-        with settings, pytest.raises(Exception, match="triton|0 compatible backends"):
+        with settings, pytest.raises(Exception, match=r"triton|0 compatible backends"):
             torch.compile(function, fullgraph=True, dynamic=True)(*tensors)
         assert metrics.generated_kernel_count == 1, function
 
