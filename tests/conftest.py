@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tests.thorough import THOROUGH
+from tests.warm_python import for_workers
 
 import castwise
 
@@ -76,6 +77,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Fork the processes from one that has imported what test files import: each would take 15 s of a core for it."""
+    for spec in specs:
+        if spec.popen and not spec.python:
+            spec.python = for_workers()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
+from multiprocessing import forkserver, spawn
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,18 @@ import torch
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.preloaded"])
 _ROOT = Path(__file__).parents[1]
+server_python = sys.executable  # with pytest-xdist, one that has loaded `tests.preloaded` already: see `warm_python`
 
 
 def forked(target: Callable[..., object], *args: object, daemon: bool) -> multiprocessing.process.BaseProcess:
     """Start a function in a process; a daemon ends with the tests, should one fail and leave it running."""
-    here = Path.cwd()
+    here, python = Path.cwd(), spawn.get_executable()
     os.chdir(_ROOT)  # where the server, if it is not there yet, finds what it loads
+    spawn.set_executable(server_python)
     try:
         forkserver.ensure_running()
     finally:
+        spawn.set_executable(python)
         os.chdir(here)
     process = _SERVER.Process(target=target, args=args, daemon=daemon)
     process.start()

@@ -4,13 +4,19 @@ The fixture `warm_python` puts a client in its place. It asks a server, which ha
 process with its arguments, environment, folder and standard streams, waits for it, passes signals on, and ends as it
 does. Options of Python but `-c`, `-m` and `-u`, and variables that Python reads when it begins, start a real one. Tests
 without the fixture start a real one too: they are those of how a process begins or ends.
+
+The processes of pytest-xdist start so as well (`for_workers`), from a server that has also imported what test files
+import, and with them the servers of their own: each would import all of it again.
 """
 
 from __future__ import annotations
 
 import array
 import atexit
+import contextlib
+import fcntl
 import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -21,13 +27,24 @@ import stat
 import sys
 import tempfile
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
+from tests import forked as forks
 from tests.forked import become, forked
+
+# Most of what test files import, and takes seconds. Not pytest's plugins, which it imports in its own way.
+_IMPORTED_BY_TESTS = (
+    "accelerate",
+    "lightning.pytorch",
+    "pandas",
+    "sklearn.datasets",
+    "torch._inductor.compile_fx",
+    "transformers.trainer",
+)
 
 _CLIENT = """#!{python} -SE
 import array, json, os, signal, socket, sys
@@ -39,10 +56,16 @@ kept = {kept!r}
 is_plain = words and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
 if not is_plain or any(os.environ.get(name, "") != kept.get(name, "") for name in read):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+def is_passed_on(descriptor):
+    try:
+        return os.get_inheritable(descriptor)
+    except OSError:
+        return False
+descriptors = [0, 1, 2, *(number for number in map(int, os.listdir("/dev/fd")) if number > 2 and is_passed_on(number))]
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
-asked = json.dumps([words, os.getcwd(), dict(os.environ)]).encode()
-server.sendmsg([b"%10d" % len(asked)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+asked = json.dumps([words, os.getcwd(), dict(os.environ), {executable!r}, descriptors]).encode()
+server.sendmsg([b"%10d" % len(asked)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))])
 server.sendall(asked)
 answers = server.makefile()
 pid = int(answers.readline())
@@ -54,12 +77,25 @@ if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
 """
+_MOST_DESCRIPTORS = 32
 
 
-def serve(address: str, executable: str) -> None:
-    """Fork a process for each connection, until the tests' process ends, which may be without a word."""
+def serve(address: str, modules: Sequence[str] = (), clients: tuple[str, str] | None = None) -> None:
+    """Fork a process for each connection, until the tests' process ends, which may be without a word.
+
+    Args:
+        address: The path of the socket.
+        modules: What the processes have imported; those that are not installed are left out.
+        clients: Those of the tests' process, which the processes then use instead of a server of their own.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    if clients is not None:
+        _inherited.append(clients)
+        forks.server_python = clients[1]
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
@@ -67,7 +103,7 @@ def serve(address: str, executable: str) -> None:
         connection, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
-            _wait_for_one(connection, executable)
+            _wait_for_one(connection)
         connection.close()
         _reap()
 
@@ -80,23 +116,30 @@ def _reap() -> None:
         pass
 
 
-def _wait_for_one(connection: socket.socket, executable: str) -> None:
-    size, [(_, _, sent)], _, _ = connection.recvmsg(10, socket.CMSG_SPACE(12))
-    streams = array.array("i", sent).tolist()
-    words, folder, environment = json.loads(connection.recv(int(size), socket.MSG_WAITALL))
+def _wait_for_one(connection: socket.socket) -> None:
+    size, [(_, _, sent)], _, _ = connection.recvmsg(10, socket.CMSG_SPACE(4 * _MOST_DESCRIPTORS))
+    received = array.array("i", sent).tolist()
+    words, folder, environment, executable, numbers = json.loads(connection.recv(int(size), socket.MSG_WAITALL))
     pid = os.fork()
     if pid == 0:
         connection.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        _become_descriptors(received, numbers)
         _be(words, folder, environment, executable)
-    for stream in streams:
-        os.close(stream)
+    for descriptor in received:
+        os.close(descriptor)
     connection.sendall(f"{pid}\n".encode())
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     connection.sendall(f"{code}\n".encode())
     os._exit(0)
+
+
+def _become_descriptors(received: list[int], numbers: list[int]) -> None:
+    """Give descriptors their numbers, of which others may have some now."""
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, max(*received, *numbers) + 1) for descriptor in received]
+    for descriptor, copy, number in zip(received, above, numbers, strict=True):
+        os.close(descriptor)
+        os.dup2(copy, number)
+        os.close(copy)
 
 
 def _be(words: list[str], folder: str, environment: dict[str, str], executable: str) -> None:
@@ -140,20 +183,55 @@ def _run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
+_inherited: list[tuple[str, str]] = []  # what `clients` returns, in a process that `for_workers` has started
+
+
 @functools.cache
-def executable() -> str:
-    """Return the path of the client; the server ends with this process."""
+def _folder() -> Path:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
-    address, client = str(Path(folder, "socket")), Path(folder, "python")
+    return Path(folder)
+
+
+def _client(name: str, address: Path, executable: str | None = None) -> str:
+    """Write a program that is `python` forked from a server, and there `sys.executable` (None: the program itself)."""
+    client = _folder() / name
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "OMP"))}
-    client.write_text(_CLIENT.format(python=sys.executable, kept=kept, address=address))
+    settings = {"python": sys.executable, "kept": kept, "address": str(address), "executable": executable or str(client)}
+    client.write_text(_CLIENT.format(**settings))
     client.chmod(client.stat().st_mode | stat.S_IXUSR)
-    process = forked(serve, address, str(client), daemon=True)
-    while not os.path.exists(address):
+    return str(client)
+
+
+def _start_server(address: Path, *settings: object) -> None:
+    process = forked(serve, str(address), *settings, daemon=True)
+    while not address.exists():
         process.join(0.01)
         assert process.exitcode is None
-    return str(client)
+
+
+@functools.cache
+def clients() -> tuple[str, str]:
+    """Return two clients of a server that ends with this process: `sys.executable` is the first, or the real Python."""
+    if _inherited:
+        return _inherited[0]
+    address = _folder() / "socket"
+    found = _client("python", address), _client("real_python", address, sys.executable)
+    _start_server(address)
+    return found
+
+
+def executable() -> str:
+    """Return the path of a Python that has loaded torch, as have those that it starts with `sys.executable`."""
+    return clients()[0]
+
+
+@functools.cache
+def for_workers() -> str:
+    """Return the path of a Python that has imported what test files do; it has no servers of its own."""
+    address = _folder() / "socket_of_workers"
+    _start_server(address, _IMPORTED_BY_TESTS, clients())
+    return _client("worker_python", address, sys.executable)
 
 
 @pytest.fixture
