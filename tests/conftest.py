@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tests.thorough import THOROUGH
-from tests.warm_python import for_workers
+from tests.warm_python import with_frameworks
 
 import castwise
 
@@ -84,7 +84,7 @@ def pytest_xdist_setupnodes(specs: list[Any]) -> None:
     """Fork the processes from one that has imported what test files import: each would take 15 s of a core for it."""
     for spec in specs:
         if spec.popen and not spec.python:
-            spec.python = for_workers()
+            spec.python = with_frameworks()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,8 +5,8 @@ process with its arguments, environment, folder and standard streams, waits for 
 does. Options of Python but `-c`, `-m` and `-u`, and variables that Python reads when it begins, start a real one. Tests
 without the fixture start a real one too: they are those of how a process begins or ends.
 
-The processes of pytest-xdist start so as well (`for_workers`), from a server that has also imported what test files
-import, and with them the servers of their own: each would import all of it again.
+The processes of pytest-xdist are forked from a second server (`with_frameworks`), which has also imported what test
+files import; so are ranks that train with frameworks. All share both servers: each would import all of it again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import torch
 from tests import forked as forks
 from tests.forked import become, forked
 
-# Most of what test files import, and takes seconds. Not pytest's plugins, which it imports in its own way.
-_IMPORTED_BY_TESTS = (
+# Most of what test files import that takes seconds. Not pytest's plugins, which it imports in its own way.
+_FRAMEWORKS = (
     "accelerate",
     "lightning.pytorch",
     "pandas",
@@ -80,21 +80,21 @@ os._exit(code)
 _MOST_DESCRIPTORS = 32
 
 
-def serve(address: str, modules: Sequence[str] = (), clients: tuple[str, str] | None = None) -> None:
+def serve(address: str, modules: Sequence[str] = (), clients: Sequence[str] = ()) -> None:
     """Fork a process for each connection, until the tests' process ends, which may be without a word.
 
     Args:
         address: The path of the socket.
         modules: What the processes have imported; those that are not installed are left out.
-        clients: Those of the tests' process, which the processes then use instead of a server of their own.
+        clients: Those of the tests' process, which the processes then use instead of servers of their own.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
     for module in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
-    if clients is not None:
-        _inherited.append(clients)
+    if clients:
+        _inherited.extend(clients)
         forks.server_python = clients[1]
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
@@ -183,7 +183,7 @@ def _run(words: list[str]) -> None:
         runpy.run_path(words[0], run_name="__main__")
 
 
-_inherited: list[tuple[str, str]] = []  # what `clients` returns, in a process that `for_workers` has started
+_inherited: list[str] = []  # in a process that `with_frameworks` has started, what `clients` and it have returned
 
 
 @functools.cache
@@ -197,8 +197,8 @@ def _client(name: str, address: Path, executable: str | None = None) -> str:
     """Write a program that is `python` forked from a server, and there `sys.executable` (None: the program itself)."""
     client = _folder() / name
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PYTHON", "OMP"))}
-    settings = {"python": sys.executable, "kept": kept, "address": str(address), "executable": executable or str(client)}
-    client.write_text(_CLIENT.format(**settings))
+    claimed = executable or str(client)
+    client.write_text(_CLIENT.format(python=sys.executable, kept=kept, address=str(address), executable=claimed))
     client.chmod(client.stat().st_mode | stat.S_IXUSR)
     return str(client)
 
@@ -214,7 +214,7 @@ def _start_server(address: Path, *settings: object) -> None:
 def clients() -> tuple[str, str]:
     """Return two clients of a server that ends with this process: `sys.executable` is the first, or the real Python."""
     if _inherited:
-        return _inherited[0]
+        return _inherited[0], _inherited[1]
     address = _folder() / "socket"
     found = _client("python", address), _client("real_python", address, sys.executable)
     _start_server(address)
@@ -227,11 +227,14 @@ def executable() -> str:
 
 
 @functools.cache
-def for_workers() -> str:
-    """Return the path of a Python that has imported what test files do; it has no servers of its own."""
-    address = _folder() / "socket_of_workers"
-    _start_server(address, _IMPORTED_BY_TESTS, clients())
-    return _client("worker_python", address, sys.executable)
+def with_frameworks() -> str:
+    """Return the path of a Python that has imported Lightning and others; what it starts has no servers of its own."""
+    if _inherited:
+        return _inherited[2]
+    address = _folder() / "socket_of_frameworks"
+    found = _client("python_with_frameworks", address, sys.executable)
+    _start_server(address, _FRAMEWORKS, (*clients(), found))
+    return found
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.warm_python import executable
+from tests.warm_python import with_frameworks
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def built() -> Path:
     """The manual, built anew in docs/_build; warnings are errors."""
     out = ROOT / "docs" / "_build"
-    command = [executable(), "-m", "sphinx", "-E", "-W", "--keep-going", "-n", "-q", "-d", str(out / "doctrees")]
+    command = [with_frameworks(), "-m", "sphinx", "-E", "-W", "--keep-going", "-n", "-q", "-d", str(out / "doctrees")]
     run = subprocess.run([*command, str(ROOT / "docs"), str(out / "html")], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return out / "html"

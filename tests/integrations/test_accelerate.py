@@ -613,7 +613,7 @@ def test_a_prepared_optimizer_can_be_pickled() -> None:
 
 def test_ranks_agree_and_do_what_they_do_without(tmp_path: Path) -> None:
     """DDP, FSDP1 and FSDP2; in the second step one rank has numbers that are not finite."""
-    ranks = run(Path(__file__).with_name("accelerate_worker.py"), 2, tmp_path / "store", "all")
+    ranks = run(Path(__file__).with_name("accelerate_worker.py"), 2, tmp_path / "store", "all", frameworks=True)
     for rank in ranks:
         for strategy in ("ddp", "fsdp", "fsdp2"):
             ours, theirs = rank[f"{strategy} ours"], rank[f"{strategy} theirs"]

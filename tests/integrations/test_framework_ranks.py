@@ -14,7 +14,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     for name in ("accelerate", "lightning", "transformers"):
         pytest.importorskip(name)
     folder = tmp_path_factory.mktemp("ranks")
-    return run(Path(__file__).with_name("frameworks_worker.py"), 2, folder / "store", str(folder))
+    return run(Path(__file__).with_name("frameworks_worker.py"), 2, folder / "store", str(folder), frameworks=True)
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["no scaler", "scaler"])

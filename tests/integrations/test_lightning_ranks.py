@@ -23,7 +23,7 @@ CLIPPING = pytest.mark.parametrize("max_norm", [None, 0.1], ids=["plain", "clipp
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
-    done = run(Path(__file__).with_name("lightning_worker.py"), 2, folder / "store", str(folder))
+    done = run(Path(__file__).with_name("lightning_worker.py"), 2, folder / "store", str(folder), frameworks=True)
     for place, rank in enumerate(done):
         rank["report"] = (folder / f"rank {place}" / "report.html").is_file()
     return done

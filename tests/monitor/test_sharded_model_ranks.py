@@ -33,7 +33,9 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run(Path(__file__).with_name("joint_worker.py"), 2, tmp_path_factory.mktemp("ranks") / "store", "")
+    return run(
+        Path(__file__).with_name("joint_worker.py"), 2, tmp_path_factory.mktemp("ranks") / "store", "", frameworks=True
+    )
 
 
 @pytest.mark.parametrize("how", CASES)
@@ -44,7 +46,7 @@ def test_training_has_the_same_bits_after_a_replay(how: str, ranks: list[dict[st
 def test_a_weight_that_is_too_large_for_the_format_it_is_gathered_in_is_not_called_lost(
     ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    (alone,) = run(Path(__file__).with_name("joint_worker.py"), 1, tmp_path / "store", "")
+    (alone,) = run(Path(__file__).with_name("joint_worker.py"), 1, tmp_path / "store", "", frameworks=True)
     for rank, row in ((alone, 0), (ranks[0], 2)):
         found = rank["found"]["too large"][0]
         assert (found["step"], found["summary"]) == (3, f"Last.weight is inf at ({row}, 0).")
