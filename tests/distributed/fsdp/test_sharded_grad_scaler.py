@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.distributed.ranks import run
+from tests.thorough import THOROUGH
 from torch.distributed import checkpoint
 
 import castwise
@@ -37,12 +38,15 @@ SPLITS_OF_FOUR = ["FSDP2 x TP", "HSDP", "FSDP1 HSDP", "FSDP2", "DDP"]
 def cases_of(splits: list[str]) -> list[tuple[str, str, str, str]]:
     """Return the cases that are run, as in worker.py."""
 
-    def is_run(split: str, kind: str) -> bool:
+    def is_run(split: str, kind: str, clip: str, fault: str) -> bool:
         if split == "replicated, sharded and plain":  # torch's foreach and fused optimizers refuse that
-            return kind == "for-loop"
-        return kind != "for-loop" or split in ("DDP", "FSDP2")
+            is_own_path = kind == "for-loop"
+        else:
+            is_own_path = kind != "for-loop" or split in ("DDP", "FSDP2")
+        number = KINDS.index(kind) + CLIPS.index(clip) + FAULTS.index(fault) + split.startswith("FSDP2")
+        return is_own_path and (THOROUGH or number % 2 == 0)
 
-    return [case for case in itertools.product(splits, KINDS, CLIPS, FAULTS) if is_run(*case[:2])]
+    return [case for case in itertools.product(splits, KINDS, CLIPS, FAULTS) if is_run(*case)]
 
 
 CASES, CASES_OF_FOUR = cases_of(SPLITS), cases_of(SPLITS_OF_FOUR)
@@ -154,9 +158,9 @@ def test_a_run_killed_at_any_moment_of_a_step_resumes_to_the_same_bits(tmp_path:
 
 
 def test_the_faults_are_met(ranks: list[dict[str, Any]]) -> None:
-    for kind, clip, fault in itertools.product(KINDS, CLIPS, FAULTS):
-        scales = ranks[0][" | ".join(["castwise", "FSDP2", kind, clip, fault])]["scales"]
-        assert scales == [1024.0, 2048.0, 2048.0, 4096.0] if fault == "none" else [1024.0, 2048.0, 1024.0, 1024.0]
+    for case in cases_of(["FSDP2"]):
+        scales = ranks[0][" | ".join(["castwise", *case])]["scales"]
+        assert scales == [1024.0, 2048.0, 2048.0, 4096.0] if case[3] == "none" else [1024.0, 2048.0, 1024.0, 1024.0]
 
 
 def test_torchs_own_class_lets_ranks_disagree(ranks: list[dict[str, Any]]) -> None:
@@ -165,8 +169,9 @@ def test_torchs_own_class_lets_ranks_disagree(ranks: list[dict[str, Any]]) -> No
         (split, "fused", "no clip", "inf in a gradient of rank 0") for split in ("DDP", "FSDP1")
     ]
     assert set(fused_with_a_fault_on_one_rank) <= set(wrong)
-    assert len(wrong) > 30
-    assert ("FSDP2", "foreach", "no clip", "inf in a gradient of rank 0") not in wrong
+    assert len(wrong) / len(CASES) > 30 / 136
+    agrees = ("FSDP2", "foreach", "no clip", "inf in a gradient of rank 0")
+    assert agrees in set(CASES) - set(wrong)
 
 
 # -- without other ranks ----------------------------------------------------------------------------------------------
