@@ -19,6 +19,7 @@ import functools
 import importlib
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import runpy
 import shutil
@@ -146,6 +147,7 @@ def _be(words: list[str], folder: str, environment: dict[str, str], executable: 
     """Be a process that has just begun."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     sys.executable = executable
+    multiprocessing.set_executable(executable)  # which `spawn` starts
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
@@ -164,6 +166,7 @@ def _be(words: list[str], folder: str, environment: dict[str, str], executable: 
             sys.excepthook(*sys.exc_info())
         sys.stdout.flush()
         sys.stderr.flush()
+        multiprocessing.util._exit_function()  # waits for children, removes semaphores
     finally:
         os._exit(code)
 

@@ -137,7 +137,7 @@ def test_rows_that_are_run_again_replace_theirs_alone_and_in_the_same_setting_on
     assert result.read_bytes() == before
 
 
-def test_a_script_that_tells_castwise_from_torch_is_different(compare: Any, tmp_path: Path) -> None:
+def test_a_script_that_tells_castwise_from_torch_is_different(compare: Any, tmp_path: Path, warm_python: None) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch\nprint('made')\nprint(torch.amp.GradScaler.__module__)\n")
     row = SimpleNamespace(kind="script", program=(str(script),), sdist=None, seconds=120, ranks=1)

@@ -63,7 +63,7 @@ def test_in_a_forked_process(tmp_path):
 """
 
 
-def test_warnings_are_errors_in_processes_of_tests_as_well(tmp_path: Path) -> None:
+def test_warnings_are_errors_in_processes_of_tests_as_well(tmp_path: Path, warm_python: None) -> None:
     (tmp_path / "test_warnings.py").write_text(WARNING_TESTS)
     arguments = ("-n0", f"--confcutdir={tmp_path}", str(tmp_path / "test_warnings.py"))
     counts = {

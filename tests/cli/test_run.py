@@ -21,6 +21,7 @@ import pytest
 import torch
 from tests.forked import Python, on_ranks
 from tests.monitor.recorded import records_in, write_lines
+from tests.warm_python import clients
 from typer.testing import CliRunner
 
 import castwise
@@ -132,7 +133,8 @@ def test_a_resumed_script_goes_on_as_it_does_without(tmp_path: Path) -> None:
 
 def test_every_rank_of_torchrun_is_recorded(tmp_path: Path) -> None:
     plain = on_ranks(2, ["ddp.py"], SCRIPTS)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    _, python = clients()  # the launcher has torch already; its ranks are real Pythons
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = call([*launcher, "-m", "castwise", "run", "--out", str(tmp_path), "--every", "5", "ddp.py"])
     assert run.returncode == 0, run.stderr
     assert run.stdout == "".join(plain)
