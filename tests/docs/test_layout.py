@@ -73,14 +73,15 @@ def wrong(browser: Browser) -> dict[str, list[object]]:
 def test_every_page_fits_its_screen_and_nothing_lies_over_another(browser: Browser, built: Path) -> None:
     pages = [page for page in sorted(built.rglob("*.html")) if "_static" not in page.parts]
     assert len(pages) > 50
-    found = {}
+    found, widths = {}, [PHONE, DESK]
     for page in pages:
         name = str(page.relative_to(built))
-        browser.open(page, PHONE, ready=LOADED)
-        found[name, PHONE] = wrong(browser)
-        browser.resize(DESK)
-        browser.wait_for(f"innerWidth === {DESK}")
-        found[name, DESK] = wrong(browser)
+        browser.open(page, widths[0], ready=LOADED)
+        found[name, widths[0]] = wrong(browser)
+        browser.resize(widths[1])
+        browser.wait_for(f"innerWidth === {widths[1]}")
+        found[name, widths[1]] = wrong(browser)
+        widths.reverse()  # so that the next page opens in the size that the browser has
     assert {page: which for page, which in found.items() if which} == {}
 
 
