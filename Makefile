@@ -22,7 +22,7 @@ TESTS := not gpu and not text
 tests: .venv/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 -m "$(TESTS)"
 
-# Before a release: all tests, with whole random sweeps of which `make tests` runs a part (tests/thorough.py).
+# Before a release: all tests, with whole sweeps of which `make tests` runs a part (tests/thorough.py).
 thorough: export CASTWISE_THOROUGH := 1
 thorough: tests
 

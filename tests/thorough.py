@@ -1,4 +1,4 @@
-"""How much of a random sweep is run: `make test` runs a part of it, `make thorough` all of it."""
+"""How much of a sweep is run: `make test` runs a part of it, `make thorough` all of it."""
 
 import os
 
