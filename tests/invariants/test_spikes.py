@@ -15,7 +15,8 @@ from torch import nn
 import castwise
 from castwise._invariants.invariant import Exemptions
 from castwise._invariants.loss_spikes import LossSpikes
-from castwise._invariants.spike import Spike
+from castwise._invariants.spike import NoReplays, Spike
+from castwise._invariants.written_weights import Written, WrittenWeights
 from castwise.monitor import expected_writes
 
 FAULT = 60  # the step
@@ -127,6 +128,50 @@ def test_the_cause_of_a_spike_is_named(cause: str) -> None:
     assert all(len(each) == len(norms["steps"]) and min(each) > 0.0 for each in norms["norms"].values())
     if "Replayed: " in CAUSES[cause]:
         check_replay(spike, cause)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    "Adam": (torch.optim.Adam, {"lr": 0.003, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.003, "weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.001, "momentum": 0.5, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.02, "lr_decay": 0.001, "weight_decay": 0.01}),
+    "one group alone": (torch.optim.SGD, {"lr": 0.05}),
+    "a class of the script's": (type("Own", (torch.optim.SGD,), {}), {"lr": 0.05}),
+}
+
+
+def with_rates(kind: str, *, rises: bool) -> list[dict[str, Any]]:
+    """Return the records of a run in two groups, whose rates may rise in one step, up to the next one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(32, 16), nn.Flatten(), nn.Linear(128, 32), nn.Dropout(0.01), nn.Linear(32, 32))
+    make, options = OPTIMIZERS[kind]
+    groups = [{"params": model[:3].parameters()}, {"params": model[4].parameters(), "lr": 0.5 * options["lr"]}]
+    optimizer, labels, records = make(groups, **options), torch.randint(32, (32,)), []
+    with warnings.catch_warnings(), castwise.Monitor(model, optimizer, sinks=[records.append], spikes=True):
+        warnings.simplefilter("ignore")
+        for step in range(1, FAULT + 2):
+            for group in optimizer.param_groups[: 1 if kind == "one group alone" else 2]:
+                group["lr"] *= 3000.0 if rises and step == FAULT else 1.0
+            x = torch.randint(32, (16, 8))
+            nn.functional.cross_entropy(model(x), labels[x[:, 0]]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return records
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_lower_rate_is_tried_and_gives_the_loss_of_a_run_without_the_rise(kind: str) -> None:
+    records, without = (with_rates(kind, rises=rises) for rises in (True, False))
+    (spike,) = [each for each in records if each.get("name") == "loss-spike" and each["severity"] == "warning"]
+    assert "Cause: learning rate." in spike["text"]
+    tried = re.search(r"Tried: with the rate of before at step 60, the loss of that batch is (\S+)\.$", spike["remedy"])
+    if kind in ("one group alone", "a class of the script's"):
+        assert tried is None
+        return
+    assert tried is not None
+    (loss,) = [record["loss"] for record in without if (record["kind"], record.get("step")) == ("step", FAULT + 1)]
+    assert float(tried[1]) == pytest.approx(loss, rel=2e-3)
 
 
 def test_of_steps_with_numbers_of_the_loop_the_cause_is_named_too() -> None:
@@ -295,6 +340,63 @@ def test_weights_that_are_replaced_or_converted_are_no_writes() -> None:
     assert not any("does not check" in text for text in training.warned)
 
 
+WEIGHTS = {
+    "whole words": torch.randn(6, 4),
+    "an odd number of bytes": torch.randn(7).bfloat16(),
+    "one number": torch.randn(()),
+    "float64": torch.randn(3, dtype=torch.float64),
+    "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "a part of a tensor": torch.randn(9)[3:],
+}
+
+
+def compared(weight: nn.Parameter, between: Callable[[], object], *, copies: bool = True) -> list[Written]:
+    """Return what is found to be written of a weight, and of one beside it, between two steps."""
+    other = nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD([weight, other], lr=0.1)
+    watch = WrittenWeights(lambda: {"weight": weight, "other": other}, Exemptions(), lambda: 2, copies=copies)
+    for _ in range(7):  # copies are made into the memory of those before; without them, the eighth step is compared
+        watch.after_step(optimizer)
+    assert watch.before_step(optimizer) == []
+    between()
+    return watch.before_step(optimizer)
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_one_changed_bit_is_found_in_weights_of_any_layout(kind: str, is_moved: bool) -> None:
+    weight = nn.Parameter(WEIGHTS[kind].clone(memory_format=torch.preserve_format))
+    numbers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.itemsize]
+
+    def flip() -> None:
+        if is_moved:
+            weight.data = weight.detach().clone()
+        flat = weight.detach().reshape(-1)
+        flat.view(numbers)[-1] ^= 1 << 5
+        weight.data.copy_(flat.view_as(weight))
+
+    (found,) = compared(weight, flip)
+    assert (found.name, found.flipped) == ("weight", (weight.numel() - 1, 5))
+
+
+@pytest.mark.parametrize("how", ["freed", "shorter", "transposed", "moved"])
+@pytest.mark.parametrize("copies", [False, True])
+def test_weights_without_the_memory_that_they_had_are_no_writes(how: str, copies: bool) -> None:
+    weight = nn.Parameter(torch.randn(6 if copies else 70_000, 4))
+
+    def change() -> None:
+        if how == "freed":
+            weight.untyped_storage().resize_(0)
+        else:
+            weight.data = {
+                "shorter": torch.zeros(3),
+                "transposed": weight.detach().t().contiguous().t(),
+                "moved": weight.detach().clone(),
+            }[how]
+
+    assert compared(weight, change, copies=copies) == []
+
+
 def test_what_rounding_leaves_of_a_sum_that_is_taken_off_again_is_no_flipped_bit() -> None:
     def perturb(model: nn.Module, step: int) -> None:
         if step == 10:
@@ -335,7 +437,7 @@ def test_a_check_of_losses_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPat
 
 def spikes_in(losses: list[float]) -> list[Spike]:
     watch, optimizer = (
-        LossSpikes(Exemptions(), lambda _: False, looks_at_gradients=False),
+        LossSpikes(Exemptions(), lambda _: False, looks_at_gradients=False, replays=NoReplays("there is no model")),
         torch.optim.SGD([torch.zeros(1)]),
     )
     found: list[Spike] = []

@@ -402,8 +402,9 @@ class _LocalMonitor(Monitor):
             if recording is not None:
                 recording.detach()
             return
-        self._recording = recording or Recording(self._model, most_bytes=MOST_BYTES)
-        self._recording.follow(lambda: self._source.iteration)
+        if recording is not None:
+            recording.follow(lambda: self._source.iteration)
+        self._recording = recording or self._new_recording()
         self._weights = EarlierWeights() if snapshots else None
 
     def _record_step(
@@ -436,10 +437,8 @@ class _LocalMonitor(Monitor):
             sample = f" {diagnosis.sample[:1].upper()}{diagnosis.sample[1:]}." if diagnosis.sample else ""
             self.say(f"{when}: {diagnosis.summary}{sample}")
 
-    def _recording_for_spikes(self) -> Recording:
-        recording = Recording(self._model, most_bytes=MOST_BYTES)
-        recording.follow(lambda: self._source.iteration)
-        return recording
+    def _new_recording(self) -> Recording:
+        return Recording(self._model, lambda: self._source.iteration, most_bytes=MOST_BYTES)
 
     def _is_wanted(self, cause: Cause) -> bool:
         if not self._diagnoses:

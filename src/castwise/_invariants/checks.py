@@ -51,8 +51,7 @@ class Checks:
         report_norms: Called with norms of gradients around a spike.
         number: Returns the number of the next step in the record.
         spikes: Whether to keep what tells more of the causes of spikes: a copy of the weights, and gradients' elements.
-        replays: Repeats losses of spikes; None where nothing is replayed.
-        why_not: Why nothing is, in words that follow "not replayed"; empty if no reason is given.
+        replays: Repeats losses of spikes.
     """
 
     def __init__(
@@ -65,9 +64,8 @@ class Checks:
         report_norms: Callable[[NormsAround], object],
         number: Callable[[], int],
         *,
-        spikes: bool = False,
-        replays: Replays | None = None,
-        why_not: str = "",
+        spikes: bool,
+        replays: Replays,
     ) -> None:
         self._optimizers, self._exemptions, self._report = optimizers, exemptions, report
         self._report_norms = report_norms
@@ -76,7 +74,7 @@ class Checks:
         self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
         self._written = WrittenWeights(parameters, exemptions, number, copies=spikes)
         sees_all = self._written.sees_all
-        self._losses = LossSpikes(exemptions, sees_all, looks_at_gradients=spikes, replays=replays, why_not=why_not)
+        self._losses = LossSpikes(exemptions, sees_all, looks_at_gradients=spikes, replays=replays)
         self._number, self._copies = number, spikes
         self._ids = lambda: {id(param): name for name, param in parameters().items()}
         self._steps: dict[torch.optim.Optimizer, int] = {}

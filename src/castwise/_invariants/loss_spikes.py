@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from castwise._invariants.gradient_norms import GradientNorms, NormsAround
 from castwise._invariants.invariant import Exemptions, Violation
-from castwise._invariants.spike import IS_BACK, PendingSpike, Replays, Spike
+from castwise._invariants.spike import IS_BACK, LOOK_BACK, PendingSpike, Replays, Spike
 from castwise._invariants.written_weights import Written
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
@@ -25,13 +26,16 @@ LOSS_SIGMAS, NORM_SIGMAS = 6.0, 10.0
 FLOOR, _NORM_FLOOR = 0.02, 0.1
 """The smallest sigma of the logarithm of losses, and of gradient norms."""
 _RECURS = 256  # steps after a peak of the loss in which others as high are looked for
-_LOOK_BACK = 16  # steps before a spike in which its cause is looked for
 _RATES, _JUMP = 32, 1.5
+_SAME_RISE = 1e-3
+_PROPORTIONAL = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad}
+"""Optimizers whose steps, decay included, are proportional to the rate, which their states do not depend on."""
 _SHARE = 0.9
 _SAME = 0.01  # of the largest element of a gradient that is computed again
 _FEWEST_LOSSES = 20  # of which another run is expected to continue the median
 _FEWEST = 100  # elements of a gradient of which one may have the whole norm
 _CPU = torch.device("cpu")
+_kind_of = operator.attrgetter("__class__", "layout", "device")
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
@@ -89,8 +93,7 @@ class LossSpikes:
         exemptions: What is not reported.
         sees_writes: Returns whether all weights of an optimizer are compared before each step.
         looks_at_gradients: Whether to look for gradients of which one element has the whole norm. On a CPU.
-        replays: Repeats losses and gradients; None where nothing is replayed.
-        why_not: Why nothing is.
+        replays: Repeats losses and gradients.
     """
 
     def __init__(
@@ -99,15 +102,15 @@ class LossSpikes:
         sees_writes: Callable[[torch.optim.Optimizer], bool],
         *,
         looks_at_gradients: bool,
-        replays: Replays | None = None,
-        why_not: str = "",
+        replays: Replays,
     ) -> None:
-        self._replays, self._why_not = replays, why_not
+        self._replays = replays
         self._is_exempt = exemptions.has("loss-spike")
         self._sees_writes, self._looks_at_gradients = sees_writes, looks_at_gradients
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
         self._latest: tuple[torch.optim.Optimizer | None, float] = None, 0.0  # the last loss, and whose
         self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
+        self._of_groups: dict[torch.optim.Optimizer, list[float]] = {}  # the rates of the last step
         self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
         self._norms: dict[torch.optim.Optimizer, GradientNorms] = {}
         self._names: Callable[[], Mapping[int, str]] = dict
@@ -133,15 +136,17 @@ class LossSpikes:
         self._names = names
         if self._looks_at_gradients:
             self._note_elements(optimizer, step, names, batches)
-        rate = rate_of(optimizer)
+        rate, rise = rate_of(optimizer), None
         rates = self._rates.setdefault(optimizer, deque(maxlen=_RATES))
         if rate is not None and len(rates) == _RATES and rate > _JUMP * max(rates):
-            before = rates[-1]
+            before, rise = rates[-1], self._rise(optimizer)
             text = f"the learning rate rose from {before:.4g} to {rate:.4g} at step {step:,}"
             self._events.append((step, "learning rate", f"T{text[1:]}.", ()))
             yield Violation("learning-rate-jump", f"{text}.", "Look at the schedule, unless it restarts.", "note")
         if rate is not None:
             rates.append(rate)
+            self._of_groups[optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
+        self._replays.before_step(optimizer, step, rise)
 
     def step_known(
         self,
@@ -181,8 +186,7 @@ class LossSpikes:
             losses.usual.append(value)
             if norm is not None and math.isfinite(norm) and norm > 0.0:
                 losses.norms.append(math.log(norm))
-            if self._replays is not None:
-                self._replays.note(optimizer, step, loss, batches)
+            self._replays.note(optimizer, step, loss, batches)
             return
         is_new, losses.quiet, losses.flagged = losses.quiet <= 0, QUIET, losses.flagged + 1
         if is_new:
@@ -191,7 +195,7 @@ class LossSpikes:
             spike = Spike(step, loss, math.exp(median(losses.usual)), sigmas, "unknown", "")
             known = self._known_cause(spike)
             if known is not None:
-                yield known
+                yield self._with_lower_rate(optimizer, known, batches) if known.cause == "learning rate" else known
             else:
                 losses.pending = self._pending(optimizer, spike, batches)
 
@@ -234,13 +238,30 @@ class LossSpikes:
             yield Violation("loss-spike", text, "Look at the loss of the next steps.", "note")
 
     def _known_cause(self, spike: Spike) -> Spike | None:
-        near = [event for event in self._events if spike.step - _LOOK_BACK <= event[0] <= spike.step]
+        near = [event for event in self._events if spike.step - LOOK_BACK <= event[0] <= spike.step]
         for kinds in (("flipped bit", "written weights"), ("learning rate",), ("gradient element",)):
             events = [event for event in near if event[1] in kinds]
             if events:
                 _, cause, evidence, parameters = events[0]
                 return replace(spike, cause=cause, evidence=evidence, parameters=parameters)
         return None
+
+    def _rise(self, optimizer: torch.optim.Optimizer) -> float | None:
+        """Return how many times the rates of the step before all rates are; None if it is not one number."""
+        before = self._of_groups.get(optimizer, [])
+        if type(optimizer) not in _PROPORTIONAL or len(before) != len(optimizer.param_groups) or 0.0 in before:
+            return None
+        rises = [float(group["lr"]) / rate for group, rate in zip(optimizer.param_groups, before, strict=True)]
+        return rises[0] if max(rises) - min(rises) <= _SAME_RISE * min(rises) else None
+
+    def _with_lower_rate(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> Spike:
+        found = self._replays.with_lower_rate(optimizer, spike.step, spike.loss, batches)
+        if found is None:
+            return spike
+        step, loss = found
+        since = "" if spike.step == step + 1 else ", and without the steps since"
+        tried = f" Tried: with the rate of before at step {step:,}{since}, the loss of that batch is {loss:.4g}."
+        return replace(spike, tried=tried)
 
     def _pending(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> PendingSpike:
         """Return a spike of which the cause is not known, with what a replay gives, and what is ruled out."""
@@ -252,8 +273,6 @@ class LossSpikes:
         ruled_out = ", ".join(text for text, is_known in known.items() if is_known)
         text = f" Ruled out: {ruled_out}." if ruled_out else ""
         context = self._context(optimizer)
-        if self._replays is None:
-            return PendingSpike(spike, None, f"{text} Not replayed{self._why_not}.", context)
         trial = self._replays.of_spike(optimizer, spike.step, spike.loss, batches)
         if isinstance(trial, str):
             return PendingSpike(spike, None, f"{text} Not replayed: {trial}.", context)
@@ -271,7 +290,7 @@ class LossSpikes:
     def _judged(self, pending: PendingSpike, losses: _Losses, step: int, loss: float, batches: object) -> Spike:
         """Return the spike of the step before with its cause."""
         following = None
-        if self._replays is not None and pending.trial is not None:
+        if pending.trial is not None:
             following = self._replays.of_next(pending.trial, step, loss, batches)
         is_back = sigmas_above(math.log(loss), losses.usual, FLOOR) < IS_BACK
         if is_back:
@@ -279,37 +298,39 @@ class LossSpikes:
         return pending.judged(is_back=is_back, following=following)
 
     def _note_elements(self, optimizer: torch.optim.Optimizer, step: int, names: Any, batches: object) -> None:
-        found = [(param, gradient) for param in params_of(optimizer) if _can_look_at(gradient := param.grad)]
-        if not found:
-            return
-        device = found[0][1].device
-        params, gradients = zip(*[pair for pair in found if pair[1].device == device], strict=True)
-        if is_capturing(gradients[0]):
+        params, gradients = _plain_gradients(optimizer)
+        if not gradients or is_capturing(gradients[0]):
             return
         kept = self._norms.setdefault(optimizer, GradientNorms())
-        wide = torch.float32 if min(gradient.dtype.itemsize for gradient in gradients) < 4 else None
-        readback = Readback(torch.stack(torch._foreach_norm(gradients, 2, wide)))
-        if not readback.is_on_host:  # the host does not wait for an accelerator
-            kept.note(step, params, readback)
+        wide = torch.float32 if any(dtype.itemsize < 4 for dtype in {each.dtype for each in gradients}) else None
+        of_each = torch._foreach_norm(gradients, 2, wide)
+        if gradients[0].device.type != "cpu":  # for which the host does not wait
+            kept.note(step, params, Readback(torch.stack(of_each)))
             return
-        norms = readback.wait().tolist()
+        norms = [*map(torch.Tensor.item, of_each)]  # faster than to stack as many small tensors
         kept.note(step, params, norms)
         total = math.hypot(*norms)
+        if not max(norms) > 0.5 * total:
+            return
         for param, gradient, norm in zip(params, gradients, norms, strict=True):
             # A gradient with one large element has most of the norm of all.
             if math.isfinite(norm) and norm > 0.5 * total and gradient.numel() >= _FEWEST:
-                largest = max(map(abs, (each.item() for each in torch.aminmax(gradient))))
-                if largest > _SHARE * norm:
-                    name = names().get(id(param), "a parameter")
-                    if name in self._with_large_elements:
-                        continue
-                    again = None if self._replays is None else self._replays.gradient(param, batches)
-                    if again is not None and not differs_in_one_element(gradient, again):
-                        self._with_large_elements.add(name)
-                        continue
-                    text = f"At step {step:,}, one element had {largest / norm:.3g} of the norm of {name}'s gradient."
-                    more = "Not replayed." if again is None else "A second backward differs in that element alone."
-                    self._events.append((step, "gradient element", f"{text} {more}", (name,)))
+                self._note_element(step, param, gradient, norm, names, batches)
+
+    def _note_element(
+        self, step: int, param: torch.Tensor, gradient: torch.Tensor, norm: float, names: Any, batches: object
+    ) -> None:
+        largest = max(map(abs, (each.item() for each in torch.aminmax(gradient))))
+        name = names().get(id(param), "a parameter") if largest > _SHARE * norm else ""
+        if not name or name in self._with_large_elements:
+            return
+        again = self._replays.gradient(param, batches)
+        if again is not None and not differs_in_one_element(gradient, again):
+            self._with_large_elements.add(name)
+            return
+        text = f"At step {step:,}, one element had {largest / norm:.3g} of the norm of {name}'s gradient."
+        more = "Not replayed." if again is None else "A second backward differs in that element alone."
+        self._events.append((step, "gradient element", f"{text} {more}", (name,)))
 
 
 def differs_in_one_element(gradient: torch.Tensor, again: torch.Tensor) -> bool:
@@ -332,5 +353,21 @@ def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
     return max(map(float, rates)) if rates and is_known else None
 
 
-def _can_look_at(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return type(gradient) is torch.Tensor and gradient.layout is torch.strided and not gradient.is_meta
+def _plain_gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters with gradients that can be looked at together, on the first one's device, and these."""
+    params = [param for param in params_of(optimizer) if param.grad is not None]
+    gradients: list[Any] = [param.grad for param in params]
+    kinds = set(map(_kind_of, gradients))
+    if len(kinds) == 1 and _is_plain(*kinds):
+        return params, gradients
+    device = next((gradient.device for gradient in gradients if _is_plain(_kind_of(gradient))), None)
+    found = [
+        (param, gradient)
+        for param, gradient in zip(params, gradients, strict=True)
+        if _is_plain(_kind_of(gradient)) and gradient.device == device
+    ]
+    return [param for param, _ in found], [gradient for _, gradient in found]
+
+
+def _is_plain(kind: tuple[type, torch.layout, torch.device]) -> bool:
+    return kind[:2] == (torch.Tensor, torch.strided) and kind[2].type != "meta"

@@ -12,6 +12,8 @@ from castwise._invariants.invariant import Violation
 
 IS_BACK = 2.5
 """Sigmas, one step after a bad batch."""
+LOOK_BACK = 16
+"""Steps before a spike in which its cause is looked for."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,19 @@ class SpikeTrial:
 class Replays(Protocol):
     """Repeats losses and gradients. Batches are the micro-batches of a step, None if they were not kept."""
 
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, rise: float | None) -> None:
+        """Note a step that is about to be taken, and of how many times the rate of the step before it has, if so."""
+
     def note(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> None:
         """Note a step that is no spike."""
+
+    def with_lower_rate(
+        self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any
+    ) -> tuple[int, float] | None:
+        """Repeat the loss of a spike with the weights that the last step with a risen rate gives without the rise.
+
+        Return the number of that step, and the loss; None if it cannot be repeated.
+        """
 
     def of_spike(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> SpikeTrial | str:
         """Repeat the loss of a spike; return why not if it cannot be."""
@@ -103,6 +116,39 @@ class Replays(Protocol):
 
     def gradient(self, param: torch.Tensor, batches: Any) -> torch.Tensor | None:
         """Return a parameter's gradient by a second backward; None if it cannot be repeated."""
+
+
+@dataclass(frozen=True)
+class NoReplays:
+    """Repeats nothing, which `Replays` describes.
+
+    Args:
+        why: The reason, as a clause.
+    """
+
+    why: str
+
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, rise: float | None) -> None:
+        """Do nothing."""
+
+    def note(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> None:
+        """Do nothing."""
+
+    def with_lower_rate(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> None:
+        """Return None."""
+
+    def of_spike(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> str:
+        """Return the reason."""
+        return self.why
+
+    def of_next(self, trial: SpikeTrial, step: int, loss: float, batches: Any) -> None:
+        """Return None."""
+
+    def gradient(self, param: torch.Tensor, batches: Any) -> None:
+        """Return None."""
+
+    def end(self) -> None:
+        """Do nothing."""
 
 
 class PendingSpike(NamedTuple):

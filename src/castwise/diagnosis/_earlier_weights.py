@@ -44,6 +44,22 @@ class WeightsOfStep:
         finally:
             _write(params, now)
 
+    def towards(self, later: WeightsOfStep, share: float) -> WeightsOfStep:
+        """Return weights that are a share of the way from these to later ones, and those that are only among the later.
+
+        Waits for the device.
+
+        Args:
+            later: The weights of a later step, which begin with the same parameters.
+            share: In [0, 1].
+        """
+        _wait_for(later)
+        same, others = later.weights[: len(self.weights)], later.weights[len(self.weights) :]
+        pairs = zip(self.weights, same, strict=True)
+        return WeightsOfStep(
+            later.step, [*((param, before.lerp(then, share)) for (param, before), (_, then) in pairs), *others]
+        )
+
     def growth(self) -> float:
         """Return the norm of all weights now over their norm then; inf if that was 0, nan if one is not finite."""
         floats = [(param.detach().cpu(), then) for param, then in self.weights if param.is_floating_point()]
@@ -88,12 +104,8 @@ class EarlierWeights:
         if self.is_held or (self._kept and 0 <= step - self._kept[-1].step < least):
             return
         self._of.append(stepping)
-        params = [param for optimizer in optimizers for param in params_of(optimizer)]
         unused = self._kept.pop(0) if len(self._kept) == 2 else None
-        buffers = [] if unused is None else [copy for _, copy in unused.weights]
-        local = [_local(param) for param in params]
-        pairs = itertools.zip_longest(local, buffers[: len(local)])
-        self._kept.append(WeightsOfStep(step, [(param, _copied(param, buffer)) for param, buffer in pairs]))
+        self._kept.append(copy_of(optimizers, step, [] if unused is None else [copy for _, copy in unused.weights]))
 
     def latest(self, step: int) -> WeightsOfStep | None:
         """Return the latest copy that is not from after a step; None if there is none. Waits for the device."""
@@ -110,10 +122,23 @@ class EarlierWeights:
     def _arrived(self, found: Sequence[WeightsOfStep]) -> WeightsOfStep | None:
         if not found:
             return None
-        for device in {param.device for param, _ in found[0].weights}:
-            if copies_asynchronously(device.type):
-                torch.accelerator.synchronize(device)
+        _wait_for(found[0])
         return found[0]
+
+
+def copy_of(
+    optimizers: Sequence[torch.optim.Optimizer], step: int, buffers: Sequence[torch.Tensor] = ()
+) -> WeightsOfStep:
+    """Start to copy the weights of optimizers to the host before a step, into buffers where they fit."""
+    local = [_local(param) for optimizer in optimizers for param in params_of(optimizer)]
+    pairs = itertools.zip_longest(local, buffers[: len(local)])
+    return WeightsOfStep(step, [(param, _copied(param, buffer)) for param, buffer in pairs])
+
+
+def _wait_for(weights: WeightsOfStep) -> None:
+    for device in {param.device for param, _ in weights.weights}:
+        if copies_asynchronously(device.type):
+            torch.accelerator.synchronize(device)
 
 
 def _local(param: Any) -> torch.Tensor:

@@ -6,13 +6,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from castwise._invariants.spike import SpikeTrial
+from castwise._invariants.spike import LOOK_BACK, SpikeTrial
 from castwise.diagnosis._cases import OfOutput, outputs_of
-from castwise.diagnosis._earlier_weights import EVERY, EarlierWeights, WeightsOfStep
+from castwise.diagnosis._earlier_weights import EVERY, EarlierWeights, WeightsOfStep, copy_of
 from castwise.diagnosis._fault_search import without_autocast
 from castwise.diagnosis._loss_code import LOSS_CODE
 from castwise.diagnosis._loss_function import ModelEdge, UnknownLossError
@@ -69,6 +69,23 @@ class _StepLoss:
         return again * self.loss / scaled if scaled else math.nan
 
 
+@dataclass
+class _Rise:
+    """A step with a risen learning rate.
+
+    Args:
+        step: Its number.
+        factor: How many times the rate of the step before it has.
+        before: The weights of its optimizer.
+        after: The weights of all optimizers before the same optimizer's next step; None until then.
+    """
+
+    step: int
+    factor: float
+    before: WeightsOfStep
+    after: WeightsOfStep | None = None
+
+
 class LossReplays:
     """Keeps a few batches, and repeats their losses where a spike is suspected. A replay changes no state.
 
@@ -77,10 +94,12 @@ class LossReplays:
 
     Args:
         weights: Copies of the weights.
+        optimizers: All optimizers of the model.
     """
 
-    def __init__(self, weights: EarlierWeights) -> None:
-        self._weights = weights
+    def __init__(self, weights: EarlierWeights, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._weights, self._optimizers = weights, optimizers
+        self._rises: dict[torch.optim.Optimizer, _Rise] = {}
         self._old: dict[torch.optim.Optimizer, deque[_StepLoss]] = {}
         self._spikes = self._gradients = 0
         LOSS_CODE.repeats += 1
@@ -89,12 +108,39 @@ class LossReplays:
         """Drop all batches."""
         LOSS_CODE.repeats -= 1
         self._old.clear()
+        self._rises.clear()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, step: int, rise: float | None) -> None:
+        """Copy weights before a step with a risen learning rate and after it, and drop them 16 steps later."""
+        last = self._rises.get(optimizer)
+        if last is not None and last.after is None:
+            others = [other for other in self._optimizers if other is not optimizer]
+            last.after = copy_of([optimizer, *others], step)
+        if last is not None and step > last.step + LOOK_BACK:
+            del self._rises[optimizer]
+        if rise is not None:
+            self._rises[optimizer] = _Rise(step, rise, copy_of([optimizer], step))
 
     def note(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: MicroBatches | None) -> None:
         """Keep the batch of a step without a spike, if the weights were copied before it, or eight steps earlier."""
         if any(step - copied in (0, EVERY // 2) for copied in self._weights.steps):
             with suppress(UnknownLossError):
                 self._old.setdefault(optimizer, deque(maxlen=_OLD)).append(_StepLoss(step, loss, batches))
+
+    def with_lower_rate(
+        self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: MicroBatches | None
+    ) -> tuple[int, float] | None:
+        """Repeat the loss of a spike with the weights that the last step with a risen rate gives without the rise."""
+        rise = self._rises.pop(optimizer, None)
+        if rise is None or rise.after is None or self._spikes >= _MOST:
+            return None
+        self._spikes += 1
+        try:
+            limit, spike = TimeLimit(), _StepLoss(step, loss, batches)
+            self._trusted(step, list(self._old.get(optimizer, ())), limit)
+            return rise.step, spike.at(rise.before.towards(rise.after, 1.0 / rise.factor), limit)
+        except Exception:
+            return None
 
     def of_spike(
         self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: MicroBatches | None
@@ -123,14 +169,8 @@ class LossReplays:
 
     def _tried(self, spike: _StepLoss, old: Sequence[_StepLoss]) -> SpikeTrial:
         """Repeat losses with the oldest weights of which the step's own loss is known."""
-        known = next((each for each in old if each.step in self._weights.steps and each.step < spike.step), None)
-        weights = None if known is None else self._weights.of(known.step)
-        if known is None or weights is None:
-            raise UnknownLossError("no earlier batch and weights were kept")
         limit = TimeLimit()
-        again = known.at(weights, limit)
-        if not abs(again - known.loss) <= _SAME * abs(known.loss):
-            raise UnknownLossError(f"the loss of step {known.step:,} was {known.loss:.4g}, and repeated {again:.4g}")
+        known, weights, again = self._trusted(spike.step, old, limit)
         of_batch = spike.at(weights, limit)
         there, now = [again], [known.at(None, limit)]
         for each in old:
@@ -141,6 +181,21 @@ class LossReplays:
         if not math.isfinite(usual):
             raise UnknownLossError(f"losses are not finite with the weights of step {known.step:,}")
         return SpikeTrial(known.step, of_batch, usual, _mean(now), weights.growth())
+
+    def _trusted(self, step: int, old: Sequence[_StepLoss], limit: TimeLimit) -> tuple[_StepLoss, WeightsOfStep, float]:
+        """Return the first loss from before a step whose weights were kept, these, and the loss repeated with them.
+
+        Raises:
+            UnknownLossError: None was kept, or the loss is another one when repeated.
+        """
+        known = next((each for each in old if each.step in self._weights.steps and each.step < step), None)
+        weights = None if known is None else self._weights.of(known.step)
+        if known is None or weights is None:
+            raise UnknownLossError("no earlier batch and weights were kept")
+        again = known.at(weights, limit)
+        if not abs(again - known.loss) <= _SAME * abs(known.loss):
+            raise UnknownLossError(f"the loss of step {known.step:,} was {known.loss:.4g}, and repeated {again:.4g}")
+        return known, weights, again
 
     def gradient(self, param: torch.Tensor, batches: MicroBatches | None) -> torch.Tensor | None:
         """Return a parameter's gradient by a second backward of a step's batches; None if it cannot be repeated.

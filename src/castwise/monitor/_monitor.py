@@ -19,6 +19,7 @@ from castwise._invariants.checks import Checks
 from castwise._invariants.gradient_norms import NormsAround
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.loss_spikes import rate_of
+from castwise._invariants.spike import NoReplays
 from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_compiled, without_modes, wraps_compiled
@@ -52,7 +53,7 @@ from castwise.monitor._sharded_model_ranks import ShardedModelRanks
 from castwise.monitor._sinks import Sink, Sinks
 from castwise.monitor._skips import PARAMETERS_NAMED, StepFault, agreed
 from castwise.monitor._step_numbers import StepNumbers
-from castwise.monitor._step_sources import OptimizerSource, ScalerSource, ScriptSource, StepSource, steps_of
+from castwise.monitor._step_sources import OptimizerSource, ScalerSource, ScriptSource, steps_of
 from castwise.tracing._module_hooks import ModuleHooks
 
 if TYPE_CHECKING:
@@ -186,10 +187,10 @@ class Monitor:
         self._sinks = Sinks([sinks] if isinstance(sinks, (str, os.PathLike)) or callable(sinks) else list(sinks))
         self._activations = Activations(model)
         self._quantized = QuantizedLayers(model)
-        self._recording = _recording_of(model, self._source) if on_nonfinite else None
+        self._recording = self._new_recording() if on_nonfinite else None
         self._weights = _earlier_weights() if snapshots else None
         self._diagnoses = on_nonfinite is not None
-        self._replays: LossReplays | None = None
+        self._replays: LossReplays | NoReplays = NoReplays("the monitor is not attached")
         self._checks_steps = (on_nonfinite is not None or spikes) and not self._source.is_scaled
         self._skips_faults = self._is_late = self._has_lost_weights = False  # the first is set by `_LocalMonitor`
         self._guard = ErrorBoundary()
@@ -272,8 +273,8 @@ class Monitor:
         self._by_hand = ScriptSource(source, len(optimizers)) if isinstance(source, ScalerSource) else None
         scaler = self._scaler if source.is_scaled else None
         self._scaler_steps = ScalerObserver(self._sample_skipped, self._model, optimizers, scaler, self._guard)
-        self._replays, why_not = self._make_replays()
-        self._invariant_checks = self._make_checks(why_not)
+        self._replays = self._make_replays()
+        self._invariant_checks = self._make_checks()
         self._handles = [self._scaler_steps]  # from here on _remove has something to undo
         self._write(run_record(self._model, self._optimizers, self._scaler, self._every, self._ranks.world_size))
         self._has_begun = True
@@ -311,29 +312,33 @@ class Monitor:
         with self._guard:
             self._handles.append(RunRecording(path))
 
-    def _make_replays(self) -> tuple[LossReplays | None, str]:
-        """Return what repeats losses of spikes, and keep what it needs; or None and why nothing is repeated."""
+    def _make_replays(self) -> LossReplays | NoReplays:
+        """Return what repeats losses of spikes, and keep what it needs."""
         if not self._spikes:
-            return None, ". --spikes also looks at gradients, and at weights before each step, and repeats losses"
+            with_spikes = "--spikes also looks at gradients, and at weights before each step"
+            return NoReplays(f"only --spikes repeats losses; {with_spikes}")
         from castwise.monitor._loss_replays import LossReplays
 
         if can_be_gathered(self._model) or not can_be_replayed(self._model):
-            return None, ": a forward exchanges tensors with other ranks"
-        self._recording = self._recording or self._recording_for_spikes()
+            return NoReplays("a forward exchanges tensors with other ranks")
+        self._recording = self._recording or self._new_recording()
         self._weights = self._weights or _earlier_weights()
-        return LossReplays(self._weights), ""
+        return LossReplays(self._weights, self._optimizers)
 
-    def _recording_for_spikes(self) -> Recording:
-        return _recording_of(self._model, self._source)
+    def _new_recording(self) -> Recording:
+        """Return a recording of the model that has not started."""
+        from castwise.diagnosis._recording import Recording
 
-    def _make_checks(self, why_not: str) -> Checks | None:
+        return Recording(self._model, lambda: self._source.iteration)
+
+    def _make_checks(self) -> Checks | None:
         if self._exemptions is None:
             return None
         parameters = partial(names.parameters, self._model)
 
         given = self._model, parameters, self._optimizers, self._exemptions
         reports = self._on_broken, self._on_norms
-        return Checks(*given, *reports, self._step_to_take, spikes=self._spikes, replays=self._replays, why_not=why_not)
+        return Checks(*given, *reports, self._step_to_take, spikes=self._spikes, replays=self._replays)
 
     def _make_joint(self) -> ShardedModelRanks | None:
         """Return what ranks need to replay batches of a model that is split over them; without it, record none."""
@@ -358,7 +363,7 @@ class Monitor:
             is_compiled_in_place or isinstance(self._model, torch.jit.ScriptModule)
         ):
             with self._guard:  # modes are checked at steps alone
-                forward = self._invariant_checks.forward if self._replays is None else self._forward
+                forward = self._forward if self._spikes else self._invariant_checks.forward
                 self._model_hooks.put_on(self._model, forward)
 
     def _forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -391,7 +396,7 @@ class Monitor:
             self._model_hooks.remove,
             *([] if self._invariant_checks is None else [self._invariant_checks.stop]),
             lambda: self._iterations.clear(),  # which a failed `attach` may not have made
-            *([] if self._replays is None else [self._replays.end]),
+            self._replays.end,
             *([] if self._recording is None else [self._recording.detach]),
             *([] if self._joint is None else [self._joint.close]),
             self._write_end,
@@ -722,12 +727,6 @@ def _unwrapped(given: Any) -> list[torch.optim.Optimizer]:
                 f"optimizer must be a torch.optim.Optimizer or a sequence of them, got {type(optimizer).__name__}"
             )
     return optimizers
-
-
-def _recording_of(model: nn.Module, steps: StepSource) -> Recording:
-    from castwise.diagnosis._recording import Recording
-
-    return Recording(model, lambda: steps.iteration)
 
 
 def _earlier_weights() -> EarlierWeights:
