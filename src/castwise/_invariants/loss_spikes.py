@@ -14,7 +14,7 @@ import torch
 
 from castwise._invariants.gradient_norms import GradientNorms, NormsAround
 from castwise._invariants.invariant import Exemptions, Violation
-from castwise._invariants.spike import IS_BACK, LOOK_BACK, PendingSpike, Replays, Spike
+from castwise._invariants.spike import IS_BACK, LOOK_BACK, NoReplays, PendingSpike, Replays, Spike
 from castwise._invariants.written_weights import Written
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
@@ -35,7 +35,7 @@ _SAME = 0.01  # of the largest element of a gradient that is computed again
 _FEWEST_LOSSES = 20  # of which another run is expected to continue the median
 _FEWEST = 100  # elements of a gradient of which one may have the whole norm
 _CPU = torch.device("cpu")
-_kind_of = operator.attrgetter("__class__", "layout", "device")
+_kind_of, _rate_in = operator.attrgetter("__class__", "layout", "device"), operator.itemgetter("lr")
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
@@ -104,7 +104,7 @@ class LossSpikes:
         looks_at_gradients: bool,
         replays: Replays,
     ) -> None:
-        self._replays = replays
+        self._replays, self._has_replays = replays, not isinstance(replays, NoReplays)
         self._is_exempt = exemptions.has("loss-spike")
         self._sees_writes, self._looks_at_gradients = sees_writes, looks_at_gradients
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
@@ -145,8 +145,9 @@ class LossSpikes:
             yield Violation("learning-rate-jump", f"{text}.", "Look at the schedule, unless it restarts.", "note")
         if rate is not None:
             rates.append(rate)
-            self._of_groups[optimizer] = [float(group["lr"]) for group in optimizer.param_groups]
-        self._replays.before_step(optimizer, step, rise)
+            self._of_groups[optimizer] = [*map(float, map(_rate_in, optimizer.param_groups))]
+        if self._has_replays:
+            self._replays.before_step(optimizer, step, rise)
 
     def step_known(
         self,
@@ -186,7 +187,8 @@ class LossSpikes:
             losses.usual.append(value)
             if norm is not None and math.isfinite(norm) and norm > 0.0:
                 losses.norms.append(math.log(norm))
-            self._replays.note(optimizer, step, loss, batches)
+            if self._has_replays:
+                self._replays.note(optimizer, step, loss, batches)
             return
         is_new, losses.quiet, losses.flagged = losses.quiet <= 0, QUIET, losses.flagged + 1
         if is_new:
@@ -251,7 +253,8 @@ class LossSpikes:
         before = self._of_groups.get(optimizer, [])
         if type(optimizer) not in _PROPORTIONAL or len(before) != len(optimizer.param_groups) or 0.0 in before:
             return None
-        rises = [float(group["lr"]) / rate for group, rate in zip(optimizer.param_groups, before, strict=True)]
+        now = map(float, map(_rate_in, optimizer.param_groups))
+        rises = [rate / rate_before for rate, rate_before in zip(now, before, strict=True)]
         return rises[0] if max(rises) - min(rises) <= _SAME_RISE * min(rises) else None
 
     def _with_lower_rate(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> Spike:
