@@ -36,8 +36,9 @@ class LayeredFunction:
     def add(self, layer: Layer) -> None:
         """Put a layer around all others."""
         if not self._layers:
-            self.original = getattr(self._modules[0], self._name)
-            self.function = self._layered(self.original)
+            original = getattr(self._modules[0], self._name)
+            if original is not self.original:
+                self.original, self.function = original, self._layered(original)
             for module in self._modules:
                 setattr(module, self._name, self.function)
         self._layers = (*self._layers, layer)

@@ -537,6 +537,29 @@ def test_fewer_steps_than_recorded_cannot_be_told() -> None:
     )
 
 
+def test_steps_that_a_scaler_skips_are_told_apart_from_a_short_program() -> None:
+    golden = record(program(**DTYPES["fp16"]), steps=2)
+    found = check(program(dtype=torch.float16, scale=2.0**60), golden)
+    assert found.verdict == (
+        "cannot tell: the program took 0 optimizer steps, and 2 were recorded; its scaler skipped 2: "
+        "lower its initial scale"
+    )
+
+
+def test_a_check_of_accuracy_ends_when_all_modules_have_run_again() -> None:
+    ends: list[str] = []
+
+    def counted(**switches: Any) -> None:
+        ends.append("forward")
+        train(**switches, logits=lambda *_: ends.append("backward"))
+
+    golden = record(functools.partial(counted, dropout=0.0), steps=2)
+    ends.clear()
+    assert check(functools.partial(counted, dropout=0.0, halves=True), golden).kind == "same"
+    runs = " ".join(ends).split("forward")[1:]
+    assert [run.split() for run in runs] == [["backward"] * 2, ["backward"] * 2, []]
+
+
 def test_a_probe_takes_tensors() -> None:
     with pytest.raises(TypeError, match=r"probe\('x', value\) takes a tensor, got a float"):
         record(lambda probe: probe("x", 1.0), steps=1)

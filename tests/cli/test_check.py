@@ -74,6 +74,33 @@ def test_a_script_that_fails_exits_with_125_and_its_traceback(words: tuple[str, 
     assert "ValueError: could not convert string to float: 'nothing'" in err
 
 
+def test_a_script_of_ranks_is_told_how_to_get_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch.distributed\ntorch.distributed.init_process_group('gloo')\n")
+    code, _, err = castwise("record", str(script), "--out", str(tmp_path / "golden.cwcheck"))
+    assert code == 125
+    assert err.endswith("for a script of ranks, give their number: castwise check record --ranks N SCRIPT\n")
+
+
+def test_a_script_that_fails_only_in_float64_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "loss = model(torch.ones(1, 1)).sum()\n"
+        "assert loss.dtype is torch.float32\n"
+        "loss.backward()\n"
+        "optimizer.step()\n"
+    )
+    code, _, err = castwise("record", str(script), "--steps", "1", "--out", str(tmp_path / "golden.cwcheck"))
+    assert code == 125
+    assert err.startswith(
+        f"castwise check: {script} failed:\nit runs as it is, but not in float64, in which a recording "
+    )
+    assert "AssertionError" in err
+
+
 def test_files_that_are_not_there_exit_with_125(recorded: Path, words: tuple[str, ...]) -> None:
     code, _, err = castwise(str(recorded / "no.py"), *words[1:])
     assert (code, err.count("\n")) == (125, 1)

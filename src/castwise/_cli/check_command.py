@@ -207,7 +207,7 @@ def _check(run: ScriptRun, path: Path) -> CheckResult:
         with progress_bar() as progress:
             return check(run, golden, apart=True, progress=progress)
     except ProgramError as error:
-        raise UserError(f"{run.name} failed:\n{error}") from None
+        raise _failed(run, error) from None
 
 
 def _record(run: ScriptRun, steps: int, ranks: int, out: Path) -> Golden:
@@ -224,13 +224,20 @@ def _record(run: ScriptRun, steps: int, ranks: int, out: Path) -> Golden:
             golden = record(run, steps, apart=True, ranks=ranks, progress=progress)
         golden.save(out)
     except ProgramError as error:
-        raise UserError(f"{run.name} failed:\n{error}") from None
+        raise _failed(run, error) from None
     except (NotReproducibleError, ValueError) as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
     typer.echo(f"wrote {out}", err=True)
     return golden
+
+
+def _failed(run: ScriptRun, error: Exception) -> UserError:
+    advice = ""
+    if "environment variable RANK expected" in str(error):
+        advice = "\nfor a script of ranks, give their number: castwise check record --ranks N SCRIPT"
+    return UserError(f"{run.name} failed:\n{error}{advice}")
 
 
 def _accept(run: ScriptRun, found: CheckResult, path: Path) -> None:
@@ -276,7 +283,7 @@ def _compare_ops(run: ScriptRun, other: str, steps: int, ranks: int, as_json: bo
                 old = replace(run, folder=folder)
                 found = compare_ops(old, run, steps, apart=True, ranks=ranks, progress=progress)
         except ProgramError as error:
-            raise UserError(f"{run.name} failed:\n{error}") from None
+            raise _failed(run, error) from None
         except ValueError as error:
             raise UserError(str(error)) from None
     if as_json:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from castwise._notebook import notebook_progress
 from castwise.checking import _judging as judging
 from castwise.checking._golden import Golden
-from castwise.checking._measuring import Plan, Train, Way, measure, measure_apart
+from castwise.checking._measuring import Plan, ProgramError, Train, Way, measure, measure_apart
 from castwise.checking._ops import OpDifferences, differences
 from castwise.checking._recorder import DECIDING, Measurement
 from castwise.checking._result import CheckResult
@@ -20,6 +20,11 @@ ROUNDED_RUNS = 6
 """Runs with random rounding that a recording makes."""
 Progress = Callable[[str, int, int], None]
 _OF_SETS = "; if data depend on the order of a set of strings, set PYTHONHASHSEED=0 when recording and when checking"
+
+_ONLY_IN_FLOAT64 = (
+    "it runs as it is, but not in float64, in which a recording computes it, too; code that asserts a dtype must allow "
+    "float64"
+)
 
 
 class NotReproducibleError(Exception):
@@ -50,11 +55,14 @@ class _Runs:
         self._train, self._steps, self._apart, self._ranks = train, steps, apart or ranks > 1, ranks
         self._progress, self._done, self._total = progress, 0, total
 
-    def run(self, way: Way, seed: int = 0, train: Train | None = None, steps: int | None = None) -> Measurement:
+    def run(
+        self, way: Way, seed: int = 0, train: Train | None = None, steps: int | None = None, until: Iterable[str] = ()
+    ) -> Measurement:
         if self._progress is not None:
             self._progress(f"run {self._done + 1} ({way})", self._done, max(self._total, self._done + 1))
         self._done += 1
-        plan = Plan(way, steps or self._steps, seed, self._ranks, self._others)
+        names = frozenset(until if self._ranks == 1 else ())  # a rank must not end while others wait for it
+        plan = Plan(way, steps or self._steps, seed, self._ranks, self._others, names)
         return (measure_apart if self._apart else measure)(train or self._train, plan)
 
 
@@ -116,7 +124,11 @@ def _check_counts(steps: int, ranks: int) -> None:
 def _record(runs: _Runs, steps: int) -> Golden:
     plain = runs.run("plain")
     _check_steps(plain, steps)
-    exact, moved = runs.run("exact-modules"), runs.run("exact-rounded", seed=1)
+    try:
+        exact = runs.run("exact-modules")
+    except ProgramError as error:
+        raise ProgramError(f"{_ONLY_IN_FLOAT64}\n{error}") from None
+    moved = runs.run("exact-rounded", seed=1)
     _check_finite(exact)
     local = runs.run("local")
     if (local.digests, local.losses) != (plain.digests, plain.losses):
@@ -225,6 +237,7 @@ def _check(runs: _Runs, golden: Golden) -> CheckResult:
     settings = judging.changed_settings(golden, plain.settings)
     if plain.steps < golden.steps:
         text = f"the program took {plain.steps} optimizer steps, and {golden.steps} were recorded"
+        text += f"; its scaler skipped {plain.skipped}: lower its initial scale" if plain.skipped else ""
         return CheckResult("cannot tell", f"cannot tell: {text}", notes=notes)
     calls_backward = judging.has_losses(golden.probes), judging.has_losses(plain.probes)
     if any(calls_backward) and not all(calls_backward) and not golden.about.get("is_of_a_run"):
@@ -367,7 +380,7 @@ def _accuracy(
         notes += (
             f"values whose recorded error is above {judging.USABLE}, so that their accuracy is not compared: {noisy}",
         )
-    of_modules = [judging.accuracy_of_modules(golden, runs.run(way, steps=1).local) for way in ways]
+    of_modules = [judging.accuracy_of_modules(golden, runs.run(way, steps=1, until=golden.local).local) for way in ways]
     for found in (*of_modules, worst):
         if found is not None and not found.ratio <= found.allowed:
             where = judging.owner_of(found.value, golden.local) if found is worst else found.value

@@ -58,6 +58,7 @@ class Plan:
         seed: Seed of the random rounding.
         ranks: Processes that run it together, with the variables that torchrun sets; more than one only apart.
         others: Whether to look for weights that no optimizer has.
+        until: Modules after which it is ended, when all have run again in float64.
     """
 
     way: Way
@@ -65,6 +66,7 @@ class Plan:
     seed: int = 0
     ranks: int = 1
     others: bool = True
+    until: frozenset[str] = frozenset()
 
 
 def measure(train: Train, plan: Plan) -> Measurement:
@@ -91,6 +93,7 @@ def measure(train: Train, plan: Plan) -> Measurement:
         names_modules=is_exact,
         watches_modules=plan.way in ("exact-modules", "exact-rounded"),
         reruns=plan.way in ("local", "compiled") or (plan.way == "rounded" and plan.seed <= RERUNS),
+        until=plan.until,
         compiles=plan.way == "compiled",
         sketches=plan.way not in ("local", "compiled"),
         others=plan.others,
@@ -103,8 +106,8 @@ def measure(train: Train, plan: Plan) -> Measurement:
         stack.enter_context(nullcontext() if plan.way in ("plain", "compiled") else without_compiler())
         stack.enter_context(recorder.watching())
         if is_exact:
-            stack.enter_context(exact_arithmetic())
-        if rounding is not None:
+            stack.enter_context(exact_arithmetic(rounding))
+        elif rounding is not None:
             stack.enter_context(rounding)
         if log is not None:
             stack.enter_context(log.watching())

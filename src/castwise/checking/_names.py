@@ -32,11 +32,13 @@ class Names:
 
     def module(self, module: nn.Module) -> str:
         """Return a module's name; `""` for the first model itself."""
-        if module not in self._modules:
+        name: str | None = self._modules.get(module)  # type: ignore[no-untyped-call]  # torch's
+        if name is None:
             self._adopt_all(lambda model: any(each is module for each in model.modules()))
-        if module not in self._modules:
-            self._adopt(module)
-        return str(self._modules[module])
+            if module not in self._modules:
+                self._adopt(module)
+            name = str(self._modules[module])
+        return name
 
     def find_params(self, params: Iterable[torch.Tensor]) -> None:
         """Name parameters; those of no model are numbered."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from torch.nn import functional
 from castwise._layered_functions import LayeredFunction
 from castwise._torch_private import TorchDispatchMode, schema_of, tree_map
 from castwise.checking._convolutions import convolution, convolution_backward
-from castwise.tracing._op_by_op import call_op
+from castwise.checking._rounding import RandomRounding
+from castwise.tracing._op_by_op import call_op, called_directly, is_fused
 
 WIDE = {
     dtype: torch.float64
@@ -39,35 +40,39 @@ _LOAD = LayeredFunction("load", torch, torch.serialization)
 _CONVOLUTIONS = [LayeredFunction(name, torch, functional) for name in ("conv1d", "conv2d", "conv3d")]
 
 
+_DTYPES = {"int", "Optional[int]"}
+"""Types of arguments, as schemas write them, that may be a dtype."""
+
+
 class _Facts(NamedTuple):
     """What the mode needs to know of an op.
 
     Args:
-        name: The op.
-        kept: Positions of arguments that are not widened: those that it writes to, or returns a view of.
-        kept_names: Their names.
-        draws: Whether it draws random numbers.
-        is_optimizer: Whether it is a fused optimizer, whose kernel takes a scale in float32 only.
+        instead: What runs instead of the op; None for the op itself.
+        widened: Positions of arguments that are widened.
+        kept_names: Names of arguments that are not: those that it writes to, or returns a view of.
     """
 
-    name: str
-    kept: frozenset[int]
+    instead: Callable[..., Any] | None
+    widened: Sequence[int]
     kept_names: frozenset[str]
-    draws: bool
-    is_optimizer: bool
 
 
+@called_directly
 class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Computes in float64: casts to, and tensors made in, a narrower floating-point dtype are float64 instead.
 
     Random numbers are drawn in float32 and then widened, so that they are those of a run in float32. Narrow tensors
     made elsewhere, such as those of NumPy, are widened when an op reads them. Use `exact_arithmetic`, which also sets
     the default dtype.
+
+    Args:
+        rounding: What moves each result by a rounding, too; as a mode of its own, it would be called for each op.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounding: RandomRounding | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self._is_loading = False
+        self._rounding, self._is_loading = rounding, False
 
     def load(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `torch.load`, which builds tensors over bytes of a narrower dtype, and widen what it returns."""
@@ -81,39 +86,52 @@ class Promotion(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
-        if self._is_loading:
-            return func(*args, **(kwargs or {}))
-        facts, kwargs = _facts_of(func), kwargs or {}
-        if facts.draws:
-            return _draw(func, facts, args, kwargs)
-        if facts.name in _SPECIAL:
-            return _SPECIAL[facts.name](*args, **kwargs)
-        if facts.is_optimizer:
-            return func(*args, **{name: narrow(x) if name in _OF_SCALERS else x for name, x in kwargs.items()})
-        if facts.name in _HALF_TO_FLOAT:
-            args = (args[0], args[1], False)
-        wide = [x if i in facts.kept else _widen_any(x) for i, x in enumerate(args)]
-        named = {name: x if name in facts.kept_names else _widen_any(x) for name, x in kwargs.items()}
-        return call_op(func, wide, named)
+        result = func(*args, **(kwargs or {})) if self._is_loading else _run(func, args, kwargs or {})
+        return result if self._rounding is None else self._rounding.of_op(func, result)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an op in float64."""
+    instead, widened, kept_names = _facts_of(func)
+    if instead is not None:
+        return instead(*args, **kwargs)
+    for i in widened:
+        if i >= len(args):
+            break
+        value = args[i]
+        if isinstance(value, torch.Tensor) and value.dtype not in WIDE:  # most are wide already
+            continue
+        wide = _widen_any(value)
+        if wide is not value:
+            args = (*args[:i], wide, *args[i + 1 :])
+    if kwargs:
+        kwargs = {name: x if name in kept_names else _widen_any(x) for name, x in kwargs.items()}
+    return func(*args, **kwargs)
 
 
 @functools.cache
 def _facts_of(func: Any) -> _Facts:
     schema, name = schema_of(func), str(func)
+    if schema is None:
+        return _Facts(functools.partial(_run_any, func), (), frozenset())
     is_view = bool(getattr(func, "is_view", False))
-    kept = [
-        (i, argument.name)
-        for i, argument in enumerate([] if schema is None else schema.arguments)
-        if argument.alias_info is not None and (is_view or argument.alias_info.is_write)
+    kept = [x.alias_info is not None and (is_view or x.alias_info.is_write) for x in schema.arguments]
+    kept_names = frozenset(x.name for x, is_kept in zip(schema.arguments, kept, strict=True) if is_kept)
+    instead = _SPECIAL.get(name)
+    if name in _HALF_TO_FLOAT:
+        instead = functools.partial(_softmax, func)
+    elif is_fused(func):
+        instead = functools.partial(_run_any, func)
+    elif instead is None and torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _ATTENTION not in name:
+        instead = functools.partial(_draw, func, bool(kept_names))
+    elif name.partition("_")[2].startswith("fused_"):
+        instead = functools.partial(_run_optimizer, func)
+    widened = [
+        i
+        for i, (x, is_kept) in enumerate(zip(schema.arguments, kept, strict=True))
+        if not is_kept and ("Tensor" in str(x.type) or str(x.type) in _DTYPES)
     ]
-    draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and _ATTENTION not in name
-    return _Facts(
-        name,
-        frozenset(i for i, _ in kept),
-        frozenset(argument for _, argument in kept),
-        draws,
-        name.partition("_")[2].startswith("fused_"),
-    )
+    return _Facts(instead, widened, kept_names)
 
 
 def widen(value: Any) -> Any:
@@ -135,11 +153,27 @@ def _widen_any(value: Any) -> Any:
     return WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
-def _draw(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Any:
+def _run_any(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op of which the arguments are not known, or a fused one."""
+    return call_op(func, list(map(_widen_any, args)), {name: _widen_any(x) for name, x in kwargs.items()})
+
+
+def _run_optimizer(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a fused optimizer, whose kernel takes a scale in float32 only."""
+    return func(*args, **{name: narrow(x) if name in _OF_SCALERS else x for name, x in kwargs.items()})
+
+
+def _softmax(func: Any, values: torch.Tensor, dim: int, _: bool) -> torch.Tensor:
+    """Run a softmax without a cast from float16 to float32."""
+    return func(widen(values), dim, False)  # type: ignore[no-any-return]  # an op
+
+
+def _draw(func: Any, is_in_place: bool, *args: Any, **kwargs: Any) -> Any:
     """Run an op that draws random numbers in float32, and return them in float64."""
-    if facts.name == "aten.native_dropout.default":
+    name = str(func)
+    if name == "aten.native_dropout.default":
         return _native_dropout(func, *args)
-    if facts.kept:  # such as normal_(): drawn into a float32 tensor, and copied
+    if is_in_place:  # such as normal_(): drawn into a float32 tensor, and copied
         if not isinstance(args[0], torch.Tensor) or args[0].dtype not in _NARROW:
             return func(*args, **kwargs)
         drawn = torch.empty_like(args[0], dtype=_NARROW[args[0].dtype])
@@ -151,7 +185,7 @@ def _draw(func: Any, facts: _Facts, args: Any, kwargs: dict[str, Any]) -> Any:
     schema = schema_of(func)
     if kwargs.get("dtype") is None and schema is not None and any(x.name == "dtype" for x in schema.arguments):
         is_like = bool(args) and isinstance(args[0], torch.Tensor)
-        if not (is_like and not args[0].is_floating_point()) and "int" not in facts.name and "perm" not in facts.name:
+        if not (is_like and not args[0].is_floating_point()) and "int" not in name and "perm" not in name:
             kwargs["dtype"] = torch.float32
     return tree_map(widen, func(*map(narrow, args), **kwargs))
 
@@ -209,11 +243,11 @@ def _widen_first(convolution: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 @contextmanager
-def exact_arithmetic() -> Iterator[None]:
+def exact_arithmetic(rounding: RandomRounding | None = None) -> Iterator[None]:
     """Compute in float64 in the block: see `Promotion`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    promotion = Promotion()
+    promotion = Promotion(rounding)
     _LOAD.add(promotion.load)
     for function in _CONVOLUTIONS:
         function.add(_widen_first)

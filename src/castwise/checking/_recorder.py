@@ -112,6 +112,7 @@ class Recorder:
             optimizer has, in the order of the steps.
         watches_modules: Whether to sketch inputs, outputs and gradients of modules.
         reruns: Whether to run each module that is called in the first step again in float64 on its own inputs.
+        until: Names of modules. The program ends when all of them have run again; not at all because of none.
         compiles: Whether compiled code runs as it is: of it, only what was compiled can be watched.
         sketches: Whether to sketch what does not depend on modules: gradients, weights and buffers.
         others: Whether to look for weights that no optimizer has, in models made while the program is watched.
@@ -127,6 +128,7 @@ class Recorder:
         names_modules: bool = False,
         watches_modules: bool = False,
         reruns: bool = False,
+        until: frozenset[str] = frozenset(),
         compiles: bool = False,
         sketches: bool = True,
         others: bool = True,
@@ -135,7 +137,7 @@ class Recorder:
     ) -> None:
         self.measurement = Measurement()
         self._steps, self._ends_late, self._after_step = steps, ends_late, after_step
-        self._watches_modules, self._reruns = watches_modules, reruns
+        self._watches_modules, self._reruns, self._until = watches_modules, reruns, until
         self._names_modules = names_modules or watches_modules or reruns
         self._compiles, self._takes_sketches, self._looks_for_others, self._hashes = compiles, sketches, others, hashes
         self.names = Names()
@@ -286,6 +288,8 @@ class Recorder:
         kwargs, output = rest
         if state is not None:
             self._rerun(module, name, args, kwargs, output, state)
+            if self._until and self._until <= self.measurement.local.keys():
+                raise EndOfRun
         if self._watches_modules:
             self._put_inputs(name, call, place + 0.5, caller, kwargs, len(tree_leaves(args)))
             for index, tensor in enumerate(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)):
@@ -501,11 +505,12 @@ class Recorder:
         try:
             for table, before in buffers:
                 table.update({each: None if buffer is None else buffer.clone() for each, buffer in before.items()})
-            with torch.no_grad(), without_dispatch_modes(), _no_autocast(), without_compiler():
+            eagerly = without_compiler() if self._compiles else nullcontext()  # otherwise the whole run is eager
+            with torch.no_grad(), without_dispatch_modes(), _no_autocast(), eagerly:
                 torch.set_rng_state(state)
-                args, kwargs = tree_map(_detached, (args, kwargs))
+                args, kwargs = tree_map(_widened, (args, kwargs))
                 with exact_arithmetic():
-                    exact = module.forward(*tree_map(widen, args), **tree_map(widen, kwargs))
+                    exact = module.forward(*args, **kwargs)
                 self.measurement.local[name] = _error(output, exact)
         except Exception:
             pass  # a module that cannot run on its own has no local error
@@ -544,8 +549,8 @@ def _error(output: Any, exact: Any) -> float:
     return difference / size if size > 0 else 0.0
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _widened(value: Any) -> Any:
+    return widen(value.detach()) if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
@@ -566,8 +571,9 @@ def without_compiler() -> Iterator[None]:
 @contextmanager
 def _no_autocast() -> Iterator[None]:
     with ExitStack() as stack:
-        for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-            stack.enter_context(autocast(device, enabled=False))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(autocast(device, enabled=False))
         yield
 
 

@@ -16,6 +16,7 @@ BUCKETS = 128
 KEPT = 8
 """Signed sums that are kept."""
 _CHUNK = 2**16  # with their signs, these fit into the cache of a CPU
+_JOINED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # which `torch.cat` joins without rounding
 _SMALL, _TOGETHER = 2**12, 32  # elements of tensors that are sketched together, and how many of these
 
 
@@ -79,7 +80,7 @@ def sketches_of(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
             yield from _together(small)
             small.clear()
         if is_small:
-            small.append((name, flat.to(_signs(flat.device).dtype)))
+            small.append((name, flat if flat.dtype in _JOINED else flat.to(_signs(flat.device).dtype)))
         else:
             yield name, sketch_of(tensor)
     if small:
@@ -99,7 +100,7 @@ def _layout(device: torch.device, sizes: tuple[int, ...]) -> tuple[torch.Tensor,
 def _together(named: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, Sketch]]:
     tensors, count = [tensor for _, tensor in named], len(named)
     owners, buckets, signs = _layout(tensors[0].device, tuple(tensor.numel() for tensor in tensors))
-    values = torch.cat(tensors)
+    values = torch.cat(tensors).to(signs.dtype)
     sums = values.new_zeros(count * KEPT).index_add_(0, buckets, values * signs)
     totals = [values.new_zeros(count).index_add_(0, owners, part) for part in (values * values, values)]
     rows = torch.cat([sums.view(count, KEPT), torch.stack(totals, 1)], 1).tolist()
@@ -111,11 +112,17 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     """Return a hash of the bits of tensors, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        flat = _flat(tensor).cpu()
-        digest.update(f"{flat.dtype} {tuple(tensor.shape)}".encode())
+        flat = _flat(tensor)
+        flat = flat if flat.is_cpu else flat.cpu()
+        digest.update(_described(flat.dtype, tensor.shape))
         if flat.numel():
             digest.update((ctypes.c_char * (flat.numel() * flat.element_size())).from_address(flat.data_ptr()))
     return digest.hexdigest()
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return f"{dtype} {tuple(shape)}".encode()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -126,7 +133,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().reshape(-1)
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
 
 def relative_error(sketch: Sketch, reference: Sketch, smallest: float = 0.0) -> float:
