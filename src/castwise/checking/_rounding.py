@@ -69,7 +69,7 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         """Return tensors with each element moved by up to one rounding: where possible, they are changed in place.
 
         Args:
-            value: A tensor, or what has tensors in it. It is nobody else's: what an op returns is a tensor of its own.
+            value: What an op has returned, or a weight.
         """
         return self._moved(value) if isinstance(value, torch.Tensor) else tree_map(self._moved, value)
 
