@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from tests.warm_python import executable
 
 from castwise.amp import _emulation as emulation
 from castwise.amp._emulation import has_native, is_native_here
@@ -122,7 +123,7 @@ Warned: TypeAlias = dict[str, list[tuple[str, str, str, int]]]
 def warned() -> Warned:
     """What each case was warned of: text, category, file and line."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    run = subprocess.run([sys.executable, "-c", CASES], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run([executable(), "-c", CASES], env=environment, capture_output=True, text=True, check=True)
     found: Warned = json.loads(run.stdout)
     return found
 

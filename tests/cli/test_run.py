@@ -21,7 +21,7 @@ import pytest
 import torch
 from tests.forked import Python, on_ranks
 from tests.monitor.recorded import records_in, write_lines
-from tests.warm_python import clients
+from tests.warm_python import clients, executable
 from typer.testing import CliRunner
 
 import castwise
@@ -330,7 +330,9 @@ def test_a_script_that_ends_badly_ends_as_without_and_has_a_report(ending: str, 
     script.write_text("import os, signal, sys, time\n" + TRAINING + ENDINGS[ending])
     out = tmp_path / "out"
     is_without_python = ending in ("exit-3", "os-exit", "killed")  # which prints nothing then
-    run = forked("--out", out, script) if is_without_python else call([*RUN, "--out", str(out), str(script)])
+    python = executable() if ending == "own-hook" else sys.executable  # a real one for those whose traceback it prints
+    command = [python, *RUN[1:], "--out", str(out), str(script)]
+    run = forked("--out", out, script) if is_without_python else call(command)
     assert run.returncode == plain.returncode != 0
     assert run.stdout == "trained castwise\n" + plain.stdout
     theirs = plain.stderr[plain.stderr.find("Traceback") :] if "Traceback" in plain.stderr else plain.stderr.strip()
