@@ -537,6 +537,26 @@ def test_fewer_steps_than_recorded_cannot_be_told() -> None:
     )
 
 
+def test_a_loss_that_is_less_accurate_is_named_and_not_what_follows_from_it() -> None:
+    def program(dtype: torch.dtype = torch.float32, of_step: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.rand(5, 3)).to(dtype).float().square().mean().backward()
+            for param in model.parameters():
+                param.grad = param.grad.to(of_step).float()
+            optimizer.step()
+
+    golden = record(program, 2)
+    found = check(functools.partial(program, torch.bfloat16), golden)
+    assert found.verdict.startswith("same function, less accurate: loss, step 1, ")
+    found = check(functools.partial(program, of_step=torch.bfloat16), golden)
+    assert found.kind == "less accurate"
+    assert "loss" not in found.verdict
+
+
 def test_steps_that_a_scaler_skips_are_told_apart_from_a_short_program() -> None:
     golden = record(program(**DTYPES["fp16"]), steps=2)
     found = check(program(dtype=torch.float16, scale=2.0**60), golden)

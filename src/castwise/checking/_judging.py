@@ -253,12 +253,15 @@ def _is_rounded(old: Any, new: Any) -> bool:
 def accuracy(golden: Golden, own: Mapping[ProbeKey, float]) -> Accuracy | None:
     """Return the value whose error exceeds what was recorded most; None if none can be compared.
 
+    If a loss is the first that exceeds what is allowed, it is that loss: gradients and updates follow from it.
+
     Args:
         golden: The golden.
         own: Errors of the program in its own dtypes against its own run in float64.
     """
     allowed = ALLOWED.get(golden.dtype, 100.0)
     worst: Accuracy | None = None
+    is_allowed = True
     for key, error in own.items():
         if key not in golden.errors or key in golden.left_out:
             continue
@@ -267,6 +270,10 @@ def accuracy(golden: Golden, own: Mapping[ProbeKey, float]) -> Accuracy | None:
             ratio = error / max(recorded, spread, _FLOOR)
             if worst is None or not ratio <= worst.ratio:
                 worst = Accuracy(f"{_value(key)}, step {key.step + 1}", error, recorded, spread, allowed, ratio)
+            if is_allowed and not ratio <= allowed:
+                if key.kind == "loss":
+                    return worst
+                is_allowed = False
     return worst
 
 
