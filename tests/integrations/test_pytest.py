@@ -15,7 +15,7 @@ def train(probe):
     probe("out", torch.randn(8) * float(os.environ["FACTOR"]))
 
 def test_numerics(castwise_check):
-    castwise_check(train, golden="golden.cwcheck", steps=1)
+    castwise_check(train, golden="goldens/golden.cwcheck", steps=1)
 """
 
 

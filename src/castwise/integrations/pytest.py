@@ -27,12 +27,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def castwise_check(request: pytest.FixtureRequest) -> Callable[..., None]:
     """Return `run(train, golden, *, steps=3)`, which fails the test if `castwise.checking.check` finds a difference.
 
-    `golden` is a path relative to the folder of the test. `train` and `steps` are those of `castwise.checking.record`.
+    `golden` is a path relative to the folder of the test; recording makes its folder. `train` and `steps` are
+    those of `castwise.checking.record`.
     """
 
     def run(train: Callable[..., Any], golden: str | os.PathLike[str], *, steps: int = 3) -> None:
         path = Path(request.path.parent, golden)
         if request.config.getoption("--castwise-record"):
+            path.parent.mkdir(parents=True, exist_ok=True)
             record(train, steps).save(path)
             return
         if not path.exists():
