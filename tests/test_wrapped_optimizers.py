@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from accelerate.state import AcceleratorState
 from lightning.fabric import Fabric
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 import castwise
 from castwise._wrapped_optimizers import unwrapped
+from castwise.monitor import Run
+from castwise.monitor._run_files import run_in
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +38,11 @@ class OfDeepSpeed:
 
     def step(self) -> None:
         self.optimizer.step()
+
+
+def by_post_local_sgd(optimizer: torch.optim.Optimizer) -> Any:
+    """As for local SGD: a `torch.optim.Optimizer` without hooks of its own."""
+    return PostLocalSGDOptimizer(optimizer, SimpleNamespace(average_parameters=lambda params: None))  # type: ignore[arg-type]
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -58,7 +68,9 @@ def by_accelerate_twice(optimizer: torch.optim.Optimizer) -> Any:
     return OfDeepSpeed(by_accelerate(optimizer))
 
 
-@pytest.mark.parametrize("wrap", [by_fabric, LightningOptimizer, by_accelerate, OfDeepSpeed, by_accelerate_twice])
+@pytest.mark.parametrize(
+    "wrap", [by_fabric, LightningOptimizer, by_accelerate, OfDeepSpeed, by_accelerate_twice, by_post_local_sgd]
+)
 @pytest.mark.parametrize("several", [True, False])
 def test_a_monitor_sees_the_steps_of_a_wrapped_optimizer(wrap: Any, several: bool) -> None:
     model, records = nn.Linear(2, 1), []
@@ -90,6 +102,17 @@ def test_steps_and_skips_are_recorded_where_the_scaler_steps_the_wrapper(wrap: A
     samples = {record["step"]: [*record["weights"]] for record in records if record["kind"] == "sample"}
     assert steps == [(1, False), (2, False), (3, True), (4, False)]
     assert samples == {1: ["weight", "bias"], 2: ["weight", "bias"], 3: [], 4: ["weight", "bias"]}
+
+
+def test_an_unchanged_script_with_local_sgd_is_recorded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    with castwise.installed(out=tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer = by_post_local_sgd(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(3):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+    assert [step.step for step in Run.read(run_in(tmp_path) / "Linear").steps] == [1, 2, 3]
 
 
 def test_a_wrapper_inside_of_itself_is_no_optimizer() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import castwise
+from castwise._invariants import written_weights
 from castwise._invariants.invariant import Exemptions
 from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.spike import NoReplays, Spike
@@ -128,6 +129,17 @@ def test_the_cause_of_a_spike_is_named(cause: str) -> None:
     assert all(len(each) == len(norms["steps"]) and min(each) > 0.0 for each in norms["norms"].values())
     if "Replayed: " in CAUSES[cause]:
         check_replay(spike, cause)
+
+
+def test_a_weight_that_was_scaled_has_its_factor_and_one_that_was_replaced_its_norms() -> None:
+    before = torch.arange(1.0, 101.0)
+    replaced = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    where = "w was written outside the optimizer between steps 6 and 7 in 100 of 100 elements"
+    assert str(written_weights._written(7, "w", before * -3.0, before)) == f"{where}, by a factor of -3"
+    text = f"{where}; its norm was {before.norm():.4g}, and became {replaced.norm():.4g}"
+    assert str(written_weights._written(7, "w", replaced, before)) == text
+    text = f"{where}; its norm was 0, and became {before.norm():.4g}"
+    assert str(written_weights._written(7, "w", before, torch.zeros(100))) == text
 
 
 OPTIMIZERS: dict[str, Any] = {

@@ -30,6 +30,7 @@ from castwise._mistakes.mistake import Mistake
 from castwise._mistakes.watch import WATCH
 from castwise._torch_private import is_dynamo_active, wraps_compiled
 from castwise._warnings import warn_or_print
+from castwise._wrapped_optimizers import runs_hooks
 from castwise.amp._fp32_steps import steps_in_fp32
 from castwise.amp._gradients import params_of
 from castwise.amp._observers import OBSERVERS, Observer
@@ -491,7 +492,7 @@ def _optimizers_of(model: nn.Module | None) -> list[torch.optim.Optimizer]:
     for value in instances_of(torch.optim.Optimizer):
         if steps_in_fp32(type(value)):  # the object may not be finished
             inner.add(id(getattr(value, "inner", None)))
-        elif "param_groups" not in vars(value):
+        elif "param_groups" not in vars(value) or not runs_hooks(value):
             continue
         if wanted is None or any(id(param) in wanted for group in value.param_groups for param in group["params"]):
             found.append(value)

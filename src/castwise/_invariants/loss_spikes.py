@@ -120,7 +120,7 @@ class LossSpikes:
         """Note weights that were written outside the optimizer."""
         for each in written:
             cause = "written weights" if each.flipped is None else "flipped bit"
-            self._events.append((each.step, cause, f"{str(each)[0].upper()}{str(each)[1:]}.", (each.name,)))
+            self._events.append((each.step, cause, each.sentence, (each.name,)))
 
     def before_step(
         self, optimizer: torch.optim.Optimizer, step: int, names: Any, batches: object
@@ -275,6 +275,8 @@ class LossSpikes:
         }
         ruled_out = ", ".join(text for text, is_known in known.items() if is_known)
         text = f" Ruled out: {ruled_out}." if ruled_out else ""
+        if not self._sees_writes(optimizer):
+            text = f" Weights are not compared before each step, so one may have been written.{text}"
         context = self._context(optimizer)
         trial = self._replays.of_spike(optimizer, spike.step, spike.loss, batches)
         if isinstance(trial, str):

@@ -54,7 +54,9 @@ class SavedDtypes:
     def _judged(self, step: int) -> Iterator[Violation]:
         names, (dtype, *_) = tuple(self._narrow), self._narrow.values()
         trained = self._trained[names[0]]
-        what = f"before step {step:,}, {named(names)} saved in {_short(dtype)}, and trained in {_short(trained)}"
+        what = (
+            f"before step {step:,}, weights trained in {_short(trained)} were saved in {_short(dtype)} ({named(names)})"
+        )
         if self._is_converted:
             text = f"{what}: the model itself was converted, and training continues from rounded weights."
             yield Violation("dtype-of-checkpoint", text, "Convert a copy: copy.deepcopy(model).", parameters=names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import operator
 from bisect import bisect_right
 from collections import Counter, deque
@@ -28,6 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _EVERY = 8  # by default, weights are compared before one step in so many
 _HABIT = 3  # steps before which a script writes weights that do so by intent
 _APART = 50  # steps after another write until one bit is a flip, and not the rounding of code that writes weights
+_SAME_FACTOR = 0.01  # of which factors may differ from one that most values were multiplied by
 _ROUNDED = 2  # bits at the end that code may change which adds a number and takes it off again
 _kind_of = operator.attrgetter("dtype", "shape", "device")
 _WATCHES: WeakSet[WrittenWeights] = WeakSet()
@@ -55,7 +55,8 @@ class Written:
         name: The parameter.
         elements: How many elements differ; None if that is not known.
         of: The number of all elements.
-        ratio: The median of new over old values; None if it is not known.
+        ratio: New over old values; None if it is not known, or they are not all multiplied by one number.
+        norms: The norms of all its values before and after; None if they are not known.
         flipped: The element and the bit, if a single bit differs.
         values: That element before and after.
     """
@@ -65,6 +66,7 @@ class Written:
     elements: int | None = None
     of: int = 0
     ratio: float | None = None
+    norms: tuple[float, float] | None = None
     flipped: tuple[int, int] | None = None
     values: tuple[float, float] | None = None
 
@@ -76,9 +78,15 @@ class Written:
                 f"{self.step:,}: {old:.6g} became {new:.6g}"
             )
         how = "" if self.elements is None else f" in {self.elements:,} of {self.of:,} elements"
-        ratio = "" if self.ratio is None or not math.isfinite(self.ratio) else f", by a factor of {self.ratio:.4g}"
+        change = "" if self.norms is None else "; its norm was {:.4g}, and became {:.4g}".format(*self.norms)
+        change = change if self.ratio is None else f", by a factor of {self.ratio:.4g}"
         where = f"between steps {self.step - 1:,} and {self.step:,}"
-        return f"{self.name} was written outside the optimizer {where}{how}{ratio}"
+        return f"{self.name} was written outside the optimizer {where}{how}{change}"
+
+    @property
+    def sentence(self) -> str:
+        """The same as a sentence, in which the name of the parameter keeps its first letter."""
+        return f"{self}." if self.flipped is None else f"B{str(self)[1:]}."
 
 
 class _Group:
@@ -383,8 +391,11 @@ def _written(step: int, name: str, now: torch.Tensor, before: torch.Tensor | Non
     if len(at) == 1 and bits.bit_count() == 1 and bits >> _ROUNDED:
         bit = bits.bit_length() - 1
         return Written(step, name, 1, now.numel(), flipped=(first, bit), values=values)
-    ratio = float((new[at].double() / old[at].double()).median())
-    return Written(step, name, len(at), now.numel(), ratio)
+    ratios = new[at].double() / old[at].double()
+    ratio = float(ratios.median())
+    is_factor = float(((ratios - ratio).abs() <= _SAME_FACTOR * abs(ratio)).double().mean()) > 0.5
+    norms = float(old.double().norm()), float(new.double().norm())
+    return Written(step, name, len(at), now.numel(), ratio if is_factor else None, norms)
 
 
 def _same_bits(now: torch.Tensor, before: torch.Tensor) -> bool:
