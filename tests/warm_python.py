@@ -149,6 +149,7 @@ def _be(words: list[str], folder: str, environment: dict[str, str], executable: 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     sys.executable = executable
     multiprocessing.set_executable(executable)  # which `spawn` starts
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # else that of this process, forkserver
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -177,3 +179,15 @@ def test_the_default_dtype_is_put_back_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), exact_arithmetic():
         _ = 1 / 0
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_tensors_of_another_process_are_read_as_they_are_and_widened() -> None:
+    """As those of a data loader's workers that are not forked, which is the default of Python 3.14."""
+    values = torch.randn(3, 4)
+    sent = bytes(ForkingPickler.dumps(values))
+    with exact_arithmetic():
+        received = pickle.loads(sent)
+        doubled = received * 2
+    assert torch.equal(received, values)
+    assert doubled.dtype is torch.float64
+    assert torch.equal(doubled, values.double() * 2)

@@ -228,7 +228,17 @@ def _convolution_backward(grad: torch.Tensor, image: torch.Tensor, weight: torch
     return convolution_backward(*map(widen, (grad, image, weight)), *rest)
 
 
+def _empty(size: Sequence[int], **kwargs: Any) -> Any:
+    """Make an uninitialized tensor, in the dtype asked for if it has no elements: it is to be set to other memory.
+
+    So begin tensors that come from another process, as from a worker of a data loader that was not forked.
+    """
+    named = kwargs if 0 in size else {name: _widen_any(value) for name, value in kwargs.items()}
+    return torch.ops.aten.empty.memory_format(size, **named)
+
+
 _SPECIAL: dict[str, Callable[..., Any]] = {
+    "aten.empty.memory_format": _empty,
     "aten._amp_foreach_non_finite_check_and_unscale_.default": _unscale,
     "aten._amp_update_scale_.default": _update_scale,
     "aten.convolution.default": _convolution,
