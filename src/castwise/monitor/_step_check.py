@@ -25,7 +25,7 @@ class Checked:
     Args:
         cause: Why a loss or gradients are not finite; None if all are finite.
         has_nonfinite_gradients: Whether the step would spoil weights.
-        loss: The sum of the losses since the previous step; None if no `backward` was seen.
+        loss: The sum of the losses since the previous step, without those left out; None if no `backward` was seen.
         grad_norm: The norm of all gradients, before they were clipped.
         parameters: The parameters whose gradients are not finite.
         is_skipped: Whether the step is skipped for it.
