@@ -141,12 +141,12 @@ class BackwardCalls(Observer):
 
     def _after_step(self, optimizer: torch.optim.Optimizer | None = None, *_: object) -> None:
         LOSS_CODE.step_ends()
-        if optimizer is not None:
-            self._optimizers.add(optimizer)
         if self._losses:
             self._previous, self._previous_fault = list(self._losses), self._fault
             self._losses.clear()
             self._fault, self._left_out = None, 0
+        if optimizer is not None:
+            self._optimizers.add(optimizer)  # last, as a class without a hash raises
 
 
 BACKWARD_CALLS = BackwardCalls()
