@@ -28,6 +28,15 @@ def test_results_are_moved_and_their_arguments_are_not(dtype: torch.dtype, layou
     assert rounding.dtypes == {dtype}
 
 
+def test_parts_that_share_the_memory_of_a_weight_leave_it_as_it_is() -> None:
+    weight = torch.randn(8, 4)
+    before = weight.clone()
+    with RandomRounding(1):
+        first, second = torch.unsafe_split(weight, 4)  # which torch does not count as views
+    assert torch.equal(weight, before)
+    assert torch.equal(torch.cat([first, second]), before)
+
+
 def test_ops_that_do_not_round_are_left_alone() -> None:
     with RandomRounding(1):
         moved = [A.t().clone(), torch.cat([A, B]), A.relu(), A.clone().mul_(3)]

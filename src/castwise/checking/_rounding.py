@@ -34,7 +34,7 @@ _EXACT = (
         "scalar_tensor",
         "clamp",
     ),
-    *("item", "unsafe_view", "lift_fresh", "floor", "ceil", "round", "trunc"),
+    *("item", "unsafe_view", "unsafe_split", "lift_fresh", "floor", "ceil", "round", "trunc"),
 )
 
 
