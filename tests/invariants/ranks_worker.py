@@ -82,7 +82,7 @@ def bypassed() -> list[dict[str, Any]]:
     model, optimizer = wrapped()
     # Rank 0 waits for none, and would report before the last has written. So here the others compare at step 15 what it
     # has written at step 10, and then it reads at its step 15 what they have written.
-    waits_after = (10, 14) if dist.get_rank() == 0 else (14, 15)
+    waits_after = (9, 14) if dist.get_rank() == 0 else (14, 15)
     return train(model, optimizer, model.module, lambda step: dist.barrier() if step in waits_after else None)
 
 

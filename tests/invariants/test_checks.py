@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import castwise
-from castwise._invariants.invariant import INVARIANTS, Exemptions
+from castwise._invariants.invariant import INVARIANTS, Exemptions, how_to_exempt
 from castwise._state_decay import falling_share
 from castwise.report import write_report
 from castwise.report._summary import Summary
@@ -48,7 +48,8 @@ def test_a_broken_invariant_is_recorded_and_warned_of_once() -> None:
     (warning,) = [each for each in training.warned if each.category is RuntimeWarning]
     assert str(warning.message) == (
         "never-updated: spare.weight, spare.bias: no gradient in 20 steps of SGD. Look for detach(), no_grad() or a "
-        "module that is not called; freeze what is meant to stay as it is."
+        "module that is not called; freeze what is meant to stay as it is. If it is intended: "
+        "castwise run --exempt never-updated."
     )
 
 
@@ -85,6 +86,14 @@ def test_exempt_parameters_are_left_out(patterns: list[str]) -> None:
     training = Training({"never-updated": patterns})
     assert training.broken == []
     assert training.warned == []
+
+
+def test_what_may_be_intended_names_the_option_that_exempts_it() -> None:
+    texts = {name: how_to_exempt(name) for name in INVARIANTS}
+    assert [name for name, text in texts.items() if not text] == ["written-weights", "loss-spike"]
+    assert all(text.endswith(f": castwise run --exempt {name}.") for name, text in texts.items() if text)
+    assert all(Exemptions(Exemptions.parsed([text[:-1].split()[-1]])) for text in texts.values() if text)
+    assert texts["gradients-not-reduced"].startswith(" If it is intended (local SGD): ")
 
 
 def test_the_others_of_an_exempt_parameter_are_named() -> None:

@@ -466,6 +466,7 @@ def test_spikes_are_told_from_noise_by_the_spread_of_the_run() -> None:
     losses[1000:1003] = [9.0, 9.0, 9.0]
     first, second = spikes_in(losses)
     assert (first.step, first.cause, second.step, second.cause) == (501, "batch", 1001, "unknown")
+    assert "castwise report RUN" in second.report().remedy
     assert first.sigmas > 6.0
 
 

@@ -69,6 +69,44 @@ def test_of_the_same_severity_what_names_its_line_leads(tmp_path: Path, is_diagn
         assert kinds == ["mistake", "warning: w stays"]
 
 
+def noted(step: int, name: str, text: str) -> dict[str, Any]:
+    remedy = "Look at it."
+    return {"kind": "invariant", "step": step, "name": name, "text": text, "remedy": remedy, "severity": "note"}
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [
+        (0, None),
+        (1, "note: the learning rate rose at step 2. Look at it."),
+        (2, "2 notes in the report, the first: the learning rate rose at step 2. Look at it."),
+    ],
+)
+def test_notes_of_invariants_have_one_line(count: int, line: str | None, tmp_path: Path) -> None:
+    notes = [
+        noted(2, "learning-rate-jump", "the learning rate rose at step 2."),
+        noted(3, "written-weights", "w was written."),
+    ]
+    steps = [recorded.step(number, 2.0) for number in range(1, 4)]
+    summary = end([recorded.write(tmp_path, *steps, *notes[:count])], tmp_path / "report.html")
+    assert summary is not None
+    _, good, *lines, report = summary.lines()
+    assert good.startswith("good: Nothing to fix")
+    assert lines == ([] if line is None else [line])
+    assert report.startswith("report: ")
+    if count == 2:
+        assert Summary.of(summary.runs).lines()[-1].startswith("2 notes, the first: ")
+
+
+def test_a_note_is_shown_once_beside_mistakes_and_warnings(tmp_path: Path) -> None:
+    note = noted(2, "learning-rate-jump", "the learning rate rose at step 2.")
+    warning = noted(3, "never-updated", "w stays.") | {"severity": "warning"}
+    steps = [recorded.step(number, 2.0) for number in range(1, 4)]
+    for more, kinds in (([warning], ["warning", "note"]), ([mistake(7)], ["mistake", "note"])):
+        lines = Summary.of([Run.read(recorded.write(tmp_path, *steps, note, *more))]).lines()[1:]
+        assert [line.partition(":")[0] for line in lines] == kinds
+
+
 def test_lines_are_wrapped_to_the_width_and_indented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = Summary.of([Run.read(diverging(tmp_path, mistakes=1))])
     monkeypatch.setenv("COLUMNS", "10000")

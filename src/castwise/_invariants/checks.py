@@ -15,7 +15,7 @@ from torch import nn
 from castwise._guard import ErrorBoundary
 from castwise._invariants.equal_ranks import EqualRanks
 from castwise._invariants.gradient_norms import NormsAround
-from castwise._invariants.invariant import EVENTS, Exemptions, Violation, named
+from castwise._invariants.invariant import EVENTS, Exemptions, Violation, how_to_exempt, named
 from castwise._invariants.loss_spikes import LossSpikes
 from castwise._invariants.optimizer_state import averages_that_cannot_fall
 from castwise._invariants.resumed import LOADED_STATES
@@ -204,7 +204,7 @@ class Checks:
         if count == _MOST:
             broken = replace(broken, text=f"{broken.text} Later ones are not reported.")
         if count <= _MOST:
-            self._report(broken)
+            self._report(replace(broken, remedy=f"{broken.remedy}{how_to_exempt(broken.name)}"))
 
 
 def _is_inside_a_step(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,6 +14,7 @@ from castwise._invariants.board import Board
 from castwise._invariants.data_parallel import DataParallel, data_parallel, summed_in_16_bits
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.torch_calls import TORCH_CALLS
+from castwise._number_text import several
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
 from castwise.amp._readback import DELAY, Readback
@@ -204,12 +205,15 @@ class EqualRanks:
         names = tuple(name for name, mine, other in pairs if mine != other)
         first = names[0] if names else "a parameter"
         when = f"equal at step {since:,}, different at step {step:,}" if since else f"different at step {step:,}"
+        what, plural, are = first, "", "is"
+        if len(names) > 1:
+            what, plural, are = f"{first} and {several(len(names) - 1, 'more parameter')}", "s", "are"
         if kind == _WEIGHTS:
-            text = f"{first} is not the same on {ranks}: {when}{_more(names)}."
+            text = f"{what} {are} not the same on {ranks}: {when}."
             remedy = "Look for code that changes weights, or steps, on some ranks only."
             yield Violation("replicas-differ", text, _BYPASSED if bypassed else remedy, parameters=names)
         else:
-            text = f"the gradient of {first} is not the same before the step on {ranks}: {when}{_more(names)}."
+            text = f"the gradient{plural} of {what} {are} not the same before the step on {ranks}: {when}."
             remedy = "Look for no_sync() around the last micro-batch, or a hook that does not reduce."
             yield Violation("gradients-not-reduced", text, _BYPASSED if bypassed else remedy, parameters=names)
 
@@ -230,10 +234,6 @@ class EqualRanks:
 _BYPASSED = (
     "The forward of DistributedDataParallel was not called before that step: call it, and not the model inside it."
 )
-
-
-def _more(names: Sequence[str]) -> str:
-    return f" ({len(names) - 1} more like it)" if len(names) > 1 else ""
 
 
 def _digest_of(tensor: Any) -> torch.Tensor:

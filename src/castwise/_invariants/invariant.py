@@ -20,6 +20,7 @@ INVARIANTS = (
 EVENTS = "written-weights", "loss-spike"
 """Those of which each warning is reported, and not only the first for the same parameters."""
 _NAMED = 3
+_OFTEN_INTENDED = {"replicas-differ": " (local SGD, experts)", "gradients-not-reduced": " (local SGD)"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,13 @@ class Exemptions:
     def has(self, invariant: str, parameter: str = "*") -> bool:
         """Return True if an invariant is not to hold for a parameter; without one, for any."""
         return any(pattern == "*" or fnmatchcase(parameter, pattern) for pattern in self._patterns.get(invariant, ()))
+
+
+def how_to_exempt(invariant: str) -> str:
+    """Return a sentence with the option that exempts an invariant, empty for one that is exempted in another way."""
+    if invariant in EVENTS:  # writes on purpose are named in the script, and no spike is intended
+        return ""
+    return f" If it is intended{_OFTEN_INTENDED.get(invariant, '')}: castwise run --exempt {invariant}."
 
 
 def named(parameters: Sequence[str]) -> str:

@@ -62,7 +62,8 @@ _LOOK = {
     "batch": "Look at that batch, and leave it out.",
     "data": "Look at what the data has from that step on.",
     "weights": "Go back to a checkpoint from before, and lower the learning rate if it comes back.",
-    "unknown": "Look at what the report has around that step.",
+    "unknown": "The report (castwise report RUN) draws the loss, the learning rate and, with --spikes, gradient norms "
+    "of parameters around that step.",
 }
 
 

@@ -19,7 +19,7 @@ from castwise._width import width_of
 from castwise.monitor._recorded_run import Run, distinct_mistakes
 from castwise.monitor._records import MistakeRecord
 from castwise.monitor._run_files import read_runs
-from castwise.report._advice import Advice, Measured, names_origin, order_of
+from castwise.report._advice import Advice, Measured, Severity, names_origin, order_of
 from castwise.report._html_report import labels, write_report
 from castwise.report._run_facts import RunFacts
 from castwise.report._verdicts import Verdict, judge
@@ -95,6 +95,7 @@ class Summary:
         mistakes, broken = self._mistakes(), self._broken_invariants(first)
         leads = first is not None and names_origin(first)
         lines += [*finding, *mistakes, *broken] if leads else [*mistakes, *finding, *broken]
+        lines += self._notes_of_invariants(first)
         lines = [_wrapped(_seen_from_here(line)) for line in [*lines, *self.notes]]
         if self.report is not None:
             lines.append(f"report: {self.report}")
@@ -108,11 +109,19 @@ class Summary:
 
     def _broken_invariants(self, shown: Advice | None) -> list[str]:
         """Return a line for each of the first few warnings of invariants but the one that is shown already."""
-        pieces = [piece for verdict in self.verdicts for piece in verdict if "invariant" in piece.evidence]
-        texts = dict.fromkeys(piece.text for piece in pieces if piece.severity == "warning" and piece is not shown)
-        lines = [f"warning: {text}" for text in texts]
+        lines = [f"warning: {text}" for text in self._of_invariants("warning", shown)]
         more = len(lines) - _INVARIANTS_SHOWN
         return lines[:_INVARIANTS_SHOWN] + ([f"more invariants that do not hold: {more}"] if more > 0 else [])
+
+    def _notes_of_invariants(self, shown: Advice | None) -> list[str]:
+        """Return a line with the first note of an invariant but the one that is shown already, and their count."""
+        texts, where = self._of_invariants("note", shown), " in the report" if self.report is not None else ""
+        head = f"{len(texts)} notes{where}, the first" if len(texts) > 1 else "note"
+        return [f"{head}: {texts[0]}"] if texts else []
+
+    def _of_invariants(self, severity: Severity, shown: Advice | None) -> list[str]:
+        pieces = [piece for verdict in self.verdicts for piece in verdict if "invariant" in piece.evidence]
+        return [*dict.fromkeys(each.text for each in pieces if each.severity == severity and each is not shown)]
 
     def record(self) -> dict[str, Any]:
         """Return the same facts and all findings as JSON-compatible values."""
