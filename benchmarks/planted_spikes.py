@@ -1,13 +1,14 @@
 """Plant faults in small bf16 runs, and see whether castwise finds the spike of the loss and names its cause.
 
-    python -m benchmarks.planted_spikes [--seeds 2] [--faulty 2] [--healthy 300] [--cost-only]
+    python -m benchmarks.planted_spikes [--seeds 2] [--faulty 2] [--healthy 450] [--cost-only]
 
 A byte-level GPT and a CNN are trained in bf16 autocast, with AdamW and SGD, with and without clipping, accumulation and
-warm-up. Each fault is planted in a run of its own, which is the same as its healthy twin until then, 220 steps. Sigmas
-are those of the twin: how far the fault raises the loss over the run's own noise. Writes
-benchmarks/results/planted_spikes-cpu.json and the table in benchmarks/README.md. A healthy run is one that does not
-diverge: the learning rates are such that no configuration does without a fault. `--cost-only` measures what the checks
-cost, and leaves the rest of the record as it is.
+warm-up. Each fault is planted in a run of its own, which is the same as its healthy twin until then: once in step 220,
+and once in step 70, where the loss still falls. Sigmas are those of the twin: how far the fault raises the loss over
+the run's own noise. In step 70, where most of the losses' spread is their fall, the noise is that of the differences
+from one step to the next. Writes benchmarks/results/planted_spikes-cpu.json and the table in benchmarks/README.md. A
+healthy run is one that does not diverge: the learning rates are such that no configuration does without a fault.
+`--cost-only` measures what the checks cost, and leaves the rest of the record as it is.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import copy
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -35,7 +38,7 @@ from benchmarks import recording
 from castwise._invariants.checks import Checks
 
 WARM, ONSET, STEPS = 150, 70, 84
-"""Steps without a monitor, then the step of the fault under one, and the last."""
+"""Steps without a monitor before some faults, then the step of the fault under one, and the last."""
 LENGTH, WIDTH = 16, 32
 SIZES = {
     "0.04M": (WIDTH, LENGTH, 2, 16),
@@ -223,26 +226,32 @@ FAULTS = {
 """The faults, with the cause that is to be named."""
 
 
-def watched(run: Run, steps: int) -> list[dict[str, Any]]:
-    """Train under a monitor that looks for spikes, and return what it reports."""
+def watched(run: Run, steps: int, after: Callable[[int], object] = lambda number: None) -> list[dict[str, Any]]:
+    """Train under a monitor that looks for spikes, calling a function after each step, and return what it reports."""
     records: list[dict[str, Any]] = []
     with castwise.Monitor(run.model, run.optimizer, every=10**6, sinks=[records.append], spikes=True):
         for number in range(1, steps + 1):
             run.step(number)
+            after(number)
             if not math.isfinite(run.losses[-1]):
                 break
     return [record for record in records if record["kind"] == "invariant"]
 
 
-def branch(config: Config, fault: str, state: Any, healthy: list[float]) -> dict[str, Any]:
-    """Return what became of a fault: its size in sigmas, and what was reported of it."""
-    run = Run(config, fault).load(state)
+def noise(losses: list[float], *, falls: bool) -> float:
+    """Return one sigma of logarithms of losses, of their differences from one step to the next if they fall."""
+    usual = [math.log(max(loss, 1e-30)) for loss in losses]
+    values = [after - before for before, after in itertools.pairwise(usual)] if falls else usual
+    middle = 0.0 if falls else median(values)
+    return max(1.4826 * median(abs(value - middle) for value in values), 0.02)
+
+
+def branch(run: Run, healthy: list[float], *, falls: bool) -> dict[str, Any]:
+    """Return what became of a run with a fault: its size in sigmas, and what was reported of it."""
     reported = watched(run, STEPS)
-    usual = [math.log(max(loss, 1e-30)) for loss in healthy[: ONSET - 1][-64:]]
-    middle = median(usual)
-    noise = max(1.4826 * median(abs(value - middle) for value in usual), 0.02)
+    sigma = noise(healthy[: ONSET - 1][-64:], falls=falls)
     rises = [
-        math.inf if not math.isfinite(loss) else math.log(max(loss, 1e-30) / max(twin, 1e-30)) / noise
+        math.inf if not math.isfinite(loss) else math.log(max(loss, 1e-30) / max(twin, 1e-30)) / sigma
         for loss, twin in zip(run.losses[ONSET - 1 :], healthy[ONSET - 1 :], strict=False)
     ]
     spikes = [record for record in reported if (record["name"], record["severity"]) == ("loss-spike", "warning")]
@@ -251,7 +260,7 @@ def branch(config: Config, fault: str, state: Any, healthy: list[float]) -> dict
     written = [record for record in reported if record["name"] == "written-weights"]
     named = spikes[0]["parameters"] if spikes else []
     return {
-        "fault": fault,
+        "fault": run.fault,
         "sigmas": max(rises),
         "found": step is not None,
         "delay": None if step is None or first is None else step - ONSET - first,
@@ -261,9 +270,14 @@ def branch(config: Config, fault: str, state: Any, healthy: list[float]) -> dict
     }
 
 
-def summarized(branches: list[dict[str, Any]]) -> dict[str, Any]:
+def by_fault(branches: list[dict[str, Any]], least: float) -> dict[str, dict[str, Any]]:
+    """Return counts over the branches of each fault, and over those of at least some sigmas."""
+    return {fault: summarized([each for each in branches if each["fault"] == fault], least) for fault in FAULTS}
+
+
+def summarized(branches: list[dict[str, Any]], least: float) -> dict[str, Any]:
     """Return counts over the branches of a fault."""
-    large = [each for each in branches if 8.0 <= each["sigmas"] < math.inf]  # of an inf another check tells
+    large = [each for each in branches if least <= each["sigmas"] < math.inf]  # of an inf another check tells
     found = [each for each in large if each["found"]]
     cause = FAULTS[branches[0]["fault"]]
     return {
@@ -340,17 +354,14 @@ def cost_of_all() -> dict[str, Any]:
     return {"machine": recording.machine(), "load": [round(before, 1), round(os.getloadavg()[0], 1)], "sizes": sizes}
 
 
-def table(record: dict[str, Any]) -> str:
-    """Return the tables of a record."""
-    healthy, large, small = record["healthy"], record["from_8_sigmas"], record["below_4_sigmas"]
+def rows_of(faults: dict[str, Any], least: int) -> list[str]:
+    """Return the table of faults."""
     rows = [
-        recording.headline(record["machine"]),
-        "",
-        "| fault | planted | sigmas (median) | at least 8 sigmas | of these found | steps late | cause named "
+        f"| fault | planted | sigmas (median) | at least {least} sigmas | of these found | steps late | cause named "
         "| parameter named | write or bit named, any size |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for fault, found in record["faults"].items():
+    for fault, found in faults.items():
         late = "-" if found["largest_delay"] is None else f"{found['largest_delay']}"
         has_parameter = fault.startswith(("weights", "bit", "gradient"))
         parameter = f"{found['right_parameter']}" if has_parameter else "-"
@@ -359,11 +370,26 @@ def table(record: dict[str, Any]) -> str:
             f"| {fault} | {found['branches']} | {found['median_sigmas']:.1f} | {found['large']} | {found['found']} "
             f"| {late} | {found['right_cause']} | {parameter} | {event} |"
         )
+    return rows
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the tables of a record."""
+    healthy, large, small = record["healthy"], record["from_8_sigmas"], record["below_4_sigmas"]
+    falling = record["falling"]
+    rows = [recording.headline(record["machine"]), "", *rows_of(record["faults"], 8)]
     rows += [
         "",
         f"False alarms in healthy runs: {healthy['alarms']} in {healthy['steps']:,} steps of {healthy['runs']} runs. "
         f"Of {large['branches']} faults from 8 sigmas on, {large['found']} were found, and of {small['branches']} "
         f"below 4 sigmas {small['found']}.",
+        "",
+        "In step 70 from the first on, in sigmas of the differences from one loss to the next:",
+        "",
+        *rows_of(falling["faults"], 12),
+        "",
+        f"Of {falling['from_12_sigmas']['branches']} faults from 12 sigmas on, "
+        f"{falling['from_12_sigmas']['found']} were found.",
         "",
         f"{recording.headline(record['cost']['machine'])} load {' to '.join(map(str, record['cost']['load']))}",
         "",
@@ -390,8 +416,8 @@ def main() -> None:
     """Plant, measure and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="healthy runs of each model and optimizer")
-    parser.add_argument("--faulty", type=int, help="of these, the seeds that faults are planted in; all by default")
-    parser.add_argument("--healthy", type=int, default=300, help="steps of each healthy run")
+    parser.add_argument("--faulty", type=int, default=2, help="of these, the seeds that faults are planted in")
+    parser.add_argument("--healthy", type=int, default=450, help="steps of each healthy run")
     parser.add_argument("--cost-only", action="store_true", help="measure only what the checks cost")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -406,33 +432,47 @@ def main() -> None:
     recording.write("planted_spikes-cpu", found, table(found))
 
 
-def planted(seeds: int, faulty: int | None, length: int) -> dict[str, Any]:
+def of_config(config: Config, length: int, *, is_faulty: bool) -> dict[str, Any]:
+    """Return false alarms in a healthy run of a configuration, and what became of its faults."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    healthy, states = Run(config), []
+    reported = watched(healthy, length, lambda number: states.append(healthy.save()) if number == WARM else None)
+    alarms = sum((each["name"], each["severity"]) == ("loss-spike", "warning") for each in reported)
+    found: dict[str, Any] = {"alarms": alarms + sum(each["name"] == "written-weights" for each in reported)}
+    found["trained"], found["falling"] = [], []
+    for fault in FAULTS if is_faulty else ():
+        later = Run(config, fault).load(states[0])
+        later.done = WARM
+        found["trained"].append(branch(later, healthy.losses[WARM:], falls=False))
+        found["falling"].append(branch(Run(config, fault), healthy.losses, falls=True))
+    print(config, found["alarms"], flush=True)
+    return found
+
+
+def planted(seeds: int, faulty: int, length: int) -> dict[str, Any]:
     """Return the record of healthy runs, and of faults."""
-    branches: list[dict[str, Any]] = []
-    steps = runs = alarms = 0
-    for config in configs(seeds):
-        healthy = Run(config)
-        for number in range(1, WARM + 1):
-            healthy.step(number)
-        healthy.done, healthy.losses = WARM, []
-        state = healthy.save()
-        reported = watched(healthy, length)
-        runs, steps = runs + 1, steps + length
-        alarms += sum((each["name"], each["severity"]) == ("loss-spike", "warning") for each in reported)
-        alarms += sum(each["name"] == "written-weights" for each in reported)
-        if faulty is None or config.seed < faulty:
-            branches += [branch(config, fault, state, healthy.losses) for fault in FAULTS]
-        print(config, len(branches), alarms, flush=True)
-    small = [each for each in branches if each["sigmas"] < 4.0]
-    large = [each for each in branches if 8.0 <= each["sigmas"] < math.inf]
+    every = [*configs(seeds)]
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        runs = [pool.submit(of_config, config, length, is_faulty=config.seed < faulty) for config in every]
+        found = [run.result() for run in runs]
+    trained, falling = ([each for run in found for each in run[phase]] for phase in ("trained", "falling"))
+    small = [each for each in trained if each["sigmas"] < 4.0]
     return {
         "machine": recording.machine(),
-        "healthy": {"runs": runs, "steps": steps, "alarms": alarms},
-        "faults": {fault: summarized([each for each in branches if each["fault"] == fault]) for fault in FAULTS},
-        "from_8_sigmas": {"branches": len(large), "found": sum(each["found"] for each in large)},
+        "healthy": {"runs": len(every), "steps": length * len(every), "alarms": sum(run["alarms"] for run in found)},
+        "faults": by_fault(trained, 8.0),
+        "from_8_sigmas": counted(trained, 8.0),
         "below_4_sigmas": {"branches": len(small), "found": sum(each["found"] for each in small)},
+        "falling": {"faults": by_fault(falling, 12.0), "from_12_sigmas": counted(falling, 12.0)},
         "cost": cost_of_all(),
     }
+
+
+def counted(branches: list[dict[str, Any]], least: float) -> dict[str, int]:
+    """Return how many faults of at least some sigmas there were, and how many were found; of an inf others tell."""
+    large = [each for each in branches if least <= each["sigmas"] < math.inf]
+    return {"branches": len(large), "found": sum(each["found"] for each in large)}
 
 
 if __name__ == "__main__":

@@ -470,6 +470,19 @@ def test_spikes_are_told_from_noise_by_the_spread_of_the_run() -> None:
     assert first.sigmas > 6.0
 
 
+def test_while_losses_fall_a_spike_is_told_by_how_much_they_differ_from_step_to_step() -> None:
+    draw = random.Random(0)
+    losses = [(5.0 * 0.97**step + 0.05) * draw.lognormvariate(0.0, 0.05) for step in range(300)]
+    assert spikes_in(losses) == []
+    usual = losses[70]
+    losses[70] *= 5.0
+    (spike,) = spikes_in(losses)
+    assert (spike.step, spike.cause) == (71, "batch")
+    assert usual < spike.usual < 1.2 * usual
+    losses[71:75] = [5.0 * loss for loss in losses[71:75]]
+    assert [(spike.step, spike.cause) for spike in spikes_in(losses)] == [(71, "unknown")]
+
+
 @pytest.mark.parametrize(("every", "reported"), [(10, []), (16, []), (50, [50, 100])])
 def test_a_term_of_the_loss_that_is_rare_is_no_spike_or_two(every: int, reported: list[int]) -> None:
     draw = random.Random(0)

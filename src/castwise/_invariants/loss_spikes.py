@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -23,6 +24,8 @@ from castwise.amp._readback import Readback
 WINDOW, WARM, QUIET = 64, 40, 24
 """Steps that a loss is compared with, steps before the first verdict, and steps after a spike before the next."""
 LOSS_SIGMAS, NORM_SIGMAS = 6.0, 10.0
+_NEAR, _NEAR_SIGMAS = 8, 8.0
+"""Steps that a loss is compared with where losses fall, and how many sigmas of their differences it is above all."""
 FLOOR, _NORM_FLOOR = 0.02, 0.1
 """The smallest sigma of the logarithm of losses, and of gradient norms."""
 _RECURS = 256  # steps after a peak of the loss in which others as high are looked for
@@ -39,17 +42,29 @@ _kind_of, _rate_in = operator.attrgetter("__class__", "layout", "device"), opera
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
-def sigmas_above(value: float, usual: Sequence[float], floor: float) -> float:
-    """Return how far a value is above the median of some, in robust standard deviations of at least `floor`."""
-    middle = median(usual)
-    return (value - middle) / max(_SIGMA * median(abs(each - middle) for each in usual), floor)
+def _sigma(usual: Iterable[float], middle: float, floor: float) -> float:
+    """Return the standard deviation of values around their middle, robust, and at least `floor`."""
+    return max(_SIGMA * median(abs(each - middle) for each in usual), floor)
 
 
-def _sigmas(value: float, usual: Sequence[float], floor: float, limit: float) -> float:
-    """Return `sigmas_above`; or 0.0, which takes less, if it is at most a limit or there are too few usual values."""
-    if len(usual) < WARM or value - median(usual) <= limit * floor:
-        return 0.0
-    return sigmas_above(value, usual, floor)
+def _usual_below(value: float, usual: Sequence[float], floor: float, limit: float) -> tuple[float, float] | None:
+    """Return the median of usual values and their sigma if a value is more than `limit` sigmas above, else None."""
+    if len(usual) < WARM or value - (middle := median(usual)) <= limit * floor:  # takes less than the sigma
+        return None
+    sigma = _sigma(usual, middle, floor)
+    return (middle, sigma) if value - middle > limit * sigma else None
+
+
+def _near_below(value: float, usual: Sequence[float]) -> tuple[float, float] | None:
+    """Return the same of the last few logarithms of losses, with a sigma of differences from one to the next.
+
+    While losses fall, the spread of all is mostly the fall, and only this one tells how far a loss may rise.
+    """
+    near = [*usual][-_NEAR:]
+    if len(usual) < WARM or (rise := value - max(near)) <= _NEAR_SIGMAS * FLOOR:
+        return None
+    sigma = _sigma((after - before for before, after in pairwise(usual)), 0.0, FLOOR)
+    return (median(near), sigma) if rise > _NEAR_SIGMAS * sigma else None
 
 
 def _recurs(value: float, others: Sequence[float], middle: float) -> bool:
@@ -176,11 +191,11 @@ class LossSpikes:
         if losses.pending is not None:
             yield self._judged(losses.pending, losses, step, loss, batches)
             losses.pending = None
-        sigmas = _sigmas(value, losses.usual, FLOOR, LOSS_SIGMAS)
-        recurs = sigmas > LOSS_SIGMAS and not losses.flagged and losses.has_as_high(value)
+        below = _usual_below(value, losses.usual, FLOOR, LOSS_SIGMAS) or _near_below(value, losses.usual)
+        recurs = below is not None and not losses.flagged and losses.has_as_high(value)
         if recurs:
             losses.peaks.append((losses.count, value))
-        if sigmas <= LOSS_SIGMAS or losses.flagged > WINDOW or recurs:
+        if below is None or losses.flagged > WINDOW or recurs:
             if losses.flagged > WINDOW:  # no spike but another regime, which is learned afresh
                 losses.usual.clear()
             losses.flagged, losses.quiet = 0, losses.quiet - 1
@@ -194,7 +209,8 @@ class LossSpikes:
         if is_new:
             if optimizer in self._norms:
                 self._norms[optimizer].note_spike(step)
-            spike = Spike(step, loss, math.exp(median(losses.usual)), sigmas, "unknown", "")
+            middle, sigma = below
+            spike = Spike(step, loss, math.exp(middle), (value - middle) / sigma, "unknown", "")
             known = self._known_cause(spike)
             if known is not None:
                 yield self._with_lower_rate(optimizer, known, batches) if known.cause == "learning rate" else known
@@ -216,7 +232,7 @@ class LossSpikes:
         if losses is None or len(losses.usual) < _FEWEST_LOSSES:
             return None
         middle = median(losses.usual)
-        return math.exp(middle), max(_SIGMA * median(abs(each - middle) for each in losses.usual), FLOOR)
+        return math.exp(middle), _sigma(losses.usual, middle, FLOOR)
 
     def norms_due(self, names: Any, *, is_end: bool = False) -> Iterator[NormsAround]:
         """Yield norms of gradients around spikes, which are complete, or as far as they are known at the end."""
@@ -232,10 +248,11 @@ class LossSpikes:
         if max(losses.quiet, losses.quiet_norm) > 0:
             return
         value = math.log(norm)
-        sigmas = _sigmas(value, losses.norms, _NORM_FLOOR, NORM_SIGMAS)
-        if sigmas > NORM_SIGMAS and not _recurs(value, list(losses.norms)[-WARM:], median(losses.norms)):
+        below = _usual_below(value, losses.norms, _NORM_FLOOR, NORM_SIGMAS)
+        if below is not None and not _recurs(value, list(losses.norms)[-WARM:], below[0]):
             losses.quiet_norm = QUIET
-            usual = f"{sigmas:.0f} sigmas above the {math.exp(median(losses.norms)):.4g} of the steps before"
+            middle, sigma = below
+            usual = f"{(value - middle) / sigma:.0f} sigmas above the {math.exp(middle):.4g} of the steps before"
             text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
             yield Violation("loss-spike", text, "Look at the loss of the next steps.", "note")
 
@@ -297,7 +314,7 @@ class LossSpikes:
         following = None
         if pending.trial is not None:
             following = self._replays.of_next(pending.trial, step, loss, batches)
-        is_back = sigmas_above(math.log(loss), losses.usual, FLOOR) < IS_BACK
+        is_back = math.log(loss / pending.spike.usual) < IS_BACK * pending.spike.sigma
         if is_back:
             losses.peaks.append((losses.count - 1, math.log(pending.spike.loss)))
         return pending.judged(is_back=is_back, following=following)

@@ -41,6 +41,11 @@ class Spike:
     parameters: tuple[str, ...] = ()
     tried: str = ""
 
+    @property
+    def sigma(self) -> float:
+        """One sigma, of logarithms."""
+        return math.log(self.loss / self.usual) / self.sigmas
+
     def with_cause(self, cause: str, evidence: str, tried: str = "") -> Spike:
         """Return the spike with a cause."""
         return replace(self, cause=cause, evidence=evidence, tried=tried)
@@ -213,5 +218,4 @@ class PendingSpike(NamedTuple):
 
     def _least(self) -> float:
         """Return how far above the usual a repeated loss is high: it explains half of the rise, and is no noise."""
-        rise = math.log(self.spike.loss / self.spike.usual)
-        return max(0.5 * rise, IS_BACK * rise / self.spike.sigmas)
+        return max(0.5 * math.log(self.spike.loss / self.spike.usual), IS_BACK * self.spike.sigma)
