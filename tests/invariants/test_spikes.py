@@ -16,7 +16,7 @@ import castwise
 from castwise._invariants import written_weights
 from castwise._invariants.invariant import Exemptions
 from castwise._invariants.loss_spikes import LossSpikes
-from castwise._invariants.spike import NoReplays, Spike
+from castwise._invariants.spike import NoReplays, PendingSpike, Spike, SpikeTrial
 from castwise._invariants.written_weights import Written, WrittenWeights
 from castwise.monitor import expected_writes
 
@@ -184,6 +184,18 @@ def test_a_lower_rate_is_tried_and_gives_the_loss_of_a_run_without_the_rise(kind
     assert tried is not None
     (loss,) = [record["loss"] for record in without if (record["kind"], record.get("step")) == ("step", FAULT + 1)]
     assert float(tried[1]) == pytest.approx(loss, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("usual_now", "following", "cause"),
+    [(0.31, 2.15, "batch"), (0.31, 3.4, "data"), (2.8, 2.15, "unknown"), (9.0, 2.15, "weights")],
+)
+def test_if_weights_are_no_worse_a_batch_that_is_high_with_earlier_ones_is_the_cause(
+    usual_now: float, following: float, cause: str
+) -> None:
+    spike = Spike(60, 6.725, 0.7275, 24.0, "unknown", "")
+    pending = PendingSpike(spike, SpikeTrial(33, 3.75, 2.47, usual_now, 1.07), "")
+    assert pending.judged(is_back=cause == "batch", following=following).cause == cause
 
 
 def test_of_steps_with_numbers_of_the_loop_the_cause_is_named_too() -> None:

@@ -217,5 +217,12 @@ class PendingSpike(NamedTuple):
         return "weights" if self.trial.rise(self.trial.usual_now) >= self._least() else "unknown"
 
     def _least(self) -> float:
-        """Return how far above the usual a repeated loss is high: it explains half of the rise, and is no noise."""
-        return max(0.5 * math.log(self.spike.loss / self.spike.usual), IS_BACK * self.spike.sigma)
+        """Return how far above the usual a repeated loss is high: it explains half of the rise, and is no noise.
+
+        If earlier batches have no higher loss than before, it is not the weights, and to be no noise is enough: while
+        losses fall, the usual one of earlier weights is so high that that of no batch is far above.
+        """
+        noise = IS_BACK * self.spike.sigma
+        if self.trial is not None and self.trial.rise(self.trial.usual_now) <= 0.0:
+            return noise
+        return max(0.5 * math.log(self.spike.loss / self.spike.usual), noise)
