@@ -129,6 +129,10 @@ def test_the_cause_of_a_spike_is_named(cause: str) -> None:
     assert all(len(each) == len(norms["steps"]) and min(each) > 0.0 for each in norms["norms"].values())
     if "Replayed: " in CAUSES[cause]:
         check_replay(spike, cause)
+    elif cause != "learning rate":
+        tried = re.search(r" Tried: the loss of that batch is (\S+) at the weights of step 33\.$", spike["remedy"])
+        assert tried is not None
+        assert 3.0 < float(tried[1]) < 3.5  # that of other batches in step 33
 
 
 def test_a_weight_that_was_scaled_has_its_factor_and_one_that_was_replaced_its_norms() -> None:

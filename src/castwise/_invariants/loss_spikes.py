@@ -39,6 +39,8 @@ _FEWEST_LOSSES = 20  # of which another run is expected to continue the median
 _FEWEST = 100  # elements of a gradient of which one may have the whole norm
 _CPU = torch.device("cpu")
 _kind_of, _rate_in = operator.attrgetter("__class__", "layout", "device"), operator.itemgetter("lr")
+_Event = tuple[int, str, str, tuple[str, ...]]
+"""What may be the cause of a spike: the step, the cause, the evidence, and the parameters."""
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
 
 
@@ -129,7 +131,7 @@ class LossSpikes:
         self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
         self._norms: dict[torch.optim.Optimizer, GradientNorms] = {}
         self._names: Callable[[], Mapping[int, str]] = dict
-        self._events: deque[tuple[int, str, str, tuple[str, ...]]] = deque(maxlen=WINDOW)
+        self._events: deque[_Event] = deque(maxlen=WINDOW)
 
     def note_written(self, written: Sequence[Written]) -> None:
         """Note weights that were written outside the optimizer."""
@@ -211,11 +213,13 @@ class LossSpikes:
                 self._norms[optimizer].note_spike(step)
             middle, sigma = below
             spike = Spike(step, loss, math.exp(middle), (value - middle) / sigma, "unknown", "")
-            known = self._known_cause(spike)
-            if known is not None:
-                yield self._with_lower_rate(optimizer, known, batches) if known.cause == "learning rate" else known
-            else:
+            event = self._event_before(spike)
+            if event is None:
                 losses.pending = self._pending(optimizer, spike, batches)
+                return
+            since, cause, evidence, parameters = event
+            known = replace(spike, cause=cause, evidence=evidence, parameters=parameters)
+            yield replace(known, tried=self._tried(optimizer, known, since, batches))
 
     def end(self) -> Iterator[Spike]:
         """Yield spikes of the last step, after which nothing is known."""
@@ -256,13 +260,13 @@ class LossSpikes:
             text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
             yield Violation("loss-spike", text, "Look at the loss of the next steps.", "note")
 
-    def _known_cause(self, spike: Spike) -> Spike | None:
+    def _event_before(self, spike: Spike) -> _Event | None:
+        """Return what was seen before a spike and is its cause."""
         near = [event for event in self._events if spike.step - LOOK_BACK <= event[0] <= spike.step]
         for kinds in (("flipped bit", "written weights"), ("learning rate",), ("gradient element",)):
             events = [event for event in near if event[1] in kinds]
             if events:
-                _, cause, evidence, parameters = events[0]
-                return replace(spike, cause=cause, evidence=evidence, parameters=parameters)
+                return events[0]
         return None
 
     def _rise(self, optimizer: torch.optim.Optimizer) -> float | None:
@@ -274,14 +278,21 @@ class LossSpikes:
         rises = [rate / rate_before for rate, rate_before in zip(now, before, strict=True)]
         return rises[0] if max(rises) - min(rises) <= _SAME_RISE * min(rises) else None
 
-    def _with_lower_rate(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> Spike:
-        found = self._replays.with_lower_rate(optimizer, spike.step, spike.loss, batches)
+    def _tried(self, optimizer: torch.optim.Optimizer, spike: Spike, since: int, batches: object) -> str:
+        """Return what a lower rate gives after a jump, or going back to weights from before an event, in words."""
+        given = optimizer, spike.step, spike.loss, batches
+        if spike.cause == "learning rate":
+            found = self._replays.with_lower_rate(*given)
+            if found is None:
+                return ""
+            step, loss = found
+            skipped = "" if spike.step == step + 1 else ", and without the steps since"
+            return f" Tried: with the rate of before at step {step:,}{skipped}, the loss of that batch is {loss:.4g}."
+        found = self._replays.with_earlier_weights(*given, since)
         if found is None:
-            return spike
+            return ""
         step, loss = found
-        since = "" if spike.step == step + 1 else ", and without the steps since"
-        tried = f" Tried: with the rate of before at step {step:,}{since}, the loss of that batch is {loss:.4g}."
-        return replace(spike, tried=tried)
+        return f" Tried: the loss of that batch is {loss:.4g} at the weights of step {step:,}."
 
     def _pending(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> PendingSpike:
         """Return a spike of which the cause is not known, with what a replay gives, and what is ruled out."""

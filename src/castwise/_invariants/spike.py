@@ -66,7 +66,7 @@ _LOOK = {
     "gradient element": "Look at the backward of that parameter, and at the memory of this machine.",
     "batch": "Look at that batch, and leave it out.",
     "data": "Look at what the data has from that step on.",
-    "weights": "Go back to a checkpoint from before, and lower the learning rate if it comes back.",
+    "weights": "Go back to a checkpoint from before.",
     "unknown": "The report (castwise report RUN) draws the loss, the learning rate and, with --spikes, gradient norms "
     "of parameters around that step.",
 }
@@ -114,6 +114,14 @@ class Replays(Protocol):
         Return the number of that step, and the loss; None if it cannot be repeated.
         """
 
+    def with_earlier_weights(
+        self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any, since: int
+    ) -> tuple[int, float] | None:
+        """Repeat the loss of a spike with weights from before a step, `since`.
+
+        Return the number of their step, and the loss; None if it cannot be repeated.
+        """
+
     def of_spike(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> SpikeTrial | str:
         """Repeat the loss of a spike; return why not if it cannot be."""
 
@@ -141,6 +149,11 @@ class NoReplays:
         """Do nothing."""
 
     def with_lower_rate(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> None:
+        """Return None."""
+
+    def with_earlier_weights(
+        self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any, since: int
+    ) -> None:
         """Return None."""
 
     def of_spike(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> str:

@@ -142,6 +142,25 @@ class LossReplays:
         except Exception:
             return None
 
+    def with_earlier_weights(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        loss: float,
+        batches: MicroBatches | None,
+        since: int,
+    ) -> tuple[int, float] | None:
+        """Repeat the loss of a spike with weights from before a step."""
+        if self._spikes >= _MOST:
+            return None
+        self._spikes += 1
+        try:
+            limit = TimeLimit()
+            known, weights, _ = self._trusted(since, list(self._old.get(optimizer, ())), limit)
+            return known.step, _StepLoss(step, loss, batches).at(weights, limit)
+        except Exception:
+            return None
+
     def of_spike(
         self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: MicroBatches | None
     ) -> SpikeTrial | str:
