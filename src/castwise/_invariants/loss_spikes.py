@@ -57,16 +57,18 @@ def _usual_below(value: float, usual: Sequence[float], floor: float, limit: floa
     return (middle, sigma) if value - middle > limit * sigma else None
 
 
-def _near_below(value: float, usual: Sequence[float]) -> tuple[float, float] | None:
-    """Return the same of the last few logarithms of losses, with a sigma of differences from one to the next.
+def _usual_below_spike(value: float, usual: Sequence[float]) -> tuple[float, float] | None:
+    """Return the same of logarithms of losses; of the last few, with a sigma of differences, if that alone tells.
 
-    While losses fall, the spread of all is mostly the fall, and only this one tells how far a loss may rise.
+    While losses fall, the spread of all is mostly the fall, and only differences tell how far one may rise.
     """
-    near = [*usual][-_NEAR:]
-    if len(usual) < WARM or (rise := value - max(near)) <= _NEAR_SIGMAS * FLOOR:
+    if len(usual) < WARM or value - median(usual) <= LOSS_SIGMAS * FLOOR:  # as most, in one call
         return None
+    if (below := _usual_below(value, usual, FLOOR, LOSS_SIGMAS)) is not None:
+        return below
+    near = [*usual][-_NEAR:]
     sigma = _sigma((after - before for before, after in pairwise(usual)), 0.0, FLOOR)
-    return (median(near), sigma) if rise > _NEAR_SIGMAS * sigma else None
+    return (median(near), sigma) if value - max(near) > _NEAR_SIGMAS * sigma else None
 
 
 def _recurs(value: float, others: Sequence[float], middle: float) -> bool:
@@ -193,7 +195,7 @@ class LossSpikes:
         if losses.pending is not None:
             yield self._judged(losses.pending, losses, step, loss, batches)
             losses.pending = None
-        below = _usual_below(value, losses.usual, FLOOR, LOSS_SIGMAS) or _near_below(value, losses.usual)
+        below = _usual_below_spike(value, losses.usual)
         recurs = below is not None and not losses.flagged and losses.has_as_high(value)
         if recurs:
             losses.peaks.append((losses.count, value))
