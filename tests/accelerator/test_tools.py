@@ -16,6 +16,7 @@ from torch import nn
 
 import castwise
 from castwise import Policy, WeightCache, policies
+from castwise._invariants.weights_of_steps import WeightsOfSteps
 from castwise._recipes.quantized_linear import linear
 from castwise._recipes.recipe import RECIPES
 from castwise.monitor import _exponents as exponents
@@ -315,6 +316,24 @@ def test_a_spike_is_replayed_and_the_steps_before_wait_for_nothing_newer_than_tw
     assert (
         "Cause: batch. The loss was back one step later. Replayed: the batch at the weights of step " in spike["text"]
     )
+
+
+def test_digests_of_weights_before_each_step_wait_for_nothing_and_are_those_of_a_cpu() -> None:
+    torch.manual_seed(0)
+    weights = [torch.randn(90, 100), torch.randn(7), torch.randn(91, 101).bfloat16(), torch.empty(0)]
+    on_cpu, of_steps = WeightsOfSteps(), WeightsOfSteps()
+    on_device = [weight.to(DEVICE) for weight in weights]
+    of_steps.note(1, on_device)
+    with Counted() as counted:
+        of_steps.note(2, on_device)
+        of_steps.send()
+    assert counted.waits == {}, counted.lines
+    of_steps.receive()
+    on_cpu.note(2, weights)
+    on_cpu.send()
+    on_cpu.receive()
+    assert of_steps.before(1) == of_steps.before(2) == on_cpu.before(2)
+    assert len(set(on_cpu.before(2))) == 4
 
 
 def test_watching_changes_no_bit() -> None:

@@ -135,6 +135,57 @@ def written_on_one_rank() -> list[dict[str, Any]]:
     return train(model, optimizer, after=write)
 
 
+def written_on_one_rank_with_spikes() -> list[dict[str, Any]]:
+    model, optimizer = wrapped()
+
+    def write(step: int) -> None:
+        if step == 12 and dist.get_rank():
+            model.module.b.weight.data.mul_(1.01)
+
+    return train(model, optimizer, after=write, spikes=True)
+
+
+def written_on_one_rank_with_spikes_and_exempt() -> list[dict[str, Any]]:
+    model, optimizer = wrapped()
+
+    def write(step: int) -> None:
+        if step in (12, 16) and dist.get_rank():
+            (model.module.b.weight if step == 12 else model.module.a.bias).data.mul_(1.01)
+
+    return train(model, optimizer, after=write, invariants={"replicas-differ": ["b.*"]}, spikes=True)
+
+
+def stepped_on_one_rank_with_spikes() -> list[dict[str, Any]]:
+    """One rank steps with another rate."""
+    model, optimizer = wrapped()
+
+    def change(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.2 if step == 13 and dist.get_rank() else 0.1
+
+    return train(model, optimizer, after=change, spikes=True)
+
+
+def unreduced_with_spikes() -> list[dict[str, Any]]:
+    model, optimizer = wrapped()
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        forwards.append(1)
+        return model(x) if len(forwards) < 13 else model.module(x)
+
+    forwards: list[int] = []
+    return train(model, optimizer, forward, spikes=True)
+
+
+def spikes_on_one_rank_alone() -> list[dict[str, Any]]:
+    model, optimizer = wrapped()
+
+    def write(step: int) -> None:
+        if step == 12 and dist.get_rank():
+            model.module.b.weight.data.mul_(1.01)
+
+    return train(model, optimizer, after=write, spikes=dist.get_rank() == 0)
+
+
 def written_on_one_rank_and_exempt() -> list[dict[str, Any]]:
     model, optimizer = wrapped()
 

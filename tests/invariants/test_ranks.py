@@ -19,12 +19,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from castwise._digests import digest
+from castwise._digests import digest, digests
 from castwise._invariants.board import Board
 from castwise._invariants.data_parallel import summed_in_16_bits
 from castwise._invariants.equal_ranks import EqualRanks
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.torch_calls import TORCH_CALLS
+from castwise._invariants.weights_of_steps import WeightsOfSteps
 
 _FIRST_SCRIPTS = {
     "bypassed": (
@@ -35,6 +36,23 @@ _FIRST_SCRIPTS = {
     "without_the_last_sync": ("gradients-not-reduced", "a.weight", "no_sync() around the last micro-batch"),
     "written_on_one_rank": ("replicas-differ", "b.weight", "equal at step 10, different at step 20"),
     "written_on_one_rank_and_exempt": ("replicas-differ", "a.bias", "equal at step 10, different at step 20"),
+    "written_on_one_rank_with_spikes": (
+        "replicas-differ",
+        "b.weight is not the same on ranks 0 and 1: equal at step 12, different at step 13.",
+    ),
+    "written_on_one_rank_with_spikes_and_exempt": (
+        "replicas-differ",
+        "a.bias is not the same on ranks 0 and 1: equal at step 16, different at step 17.",
+    ),
+    "stepped_on_one_rank_with_spikes": (
+        "replicas-differ",
+        "a.weight and 3 more parameters are not the same on ranks 0 and 1: equal at step 14, different at step 15.",
+    ),
+    "unreduced_with_spikes": (
+        *("gradients-not-reduced", "equal at step 10, different at step 20; "),
+        "; the weights were equal at step 13, different at step 14. The forward of DistributedDataParallel was not",
+    ),
+    "spikes_on_one_rank_alone": ("replicas-differ", "b.weight", "equal at step 10, different at step 20"),
     "same_batches": ("same-data-on-ranks", "ranks 0 and 1", "DistributedSampler"),
     "replicated_dtensors": ("replicas-differ", "b.weight", "equal at step 10, different at step 20"),
     "sampler_without_its_epoch": ("same-data-on-ranks", "from step 7 on", "sampler.set_epoch(epoch)"),
@@ -85,6 +103,26 @@ def test_of_four_ranks_all_that_differ_are_counted() -> None:
     assert [json.loads(of_rank) for of_rank in of_ranks[1:]] == 3 * [["bypassed", []]]
 
 
+def test_steps_are_known_where_the_first_rank_and_this_one_have_kept_them() -> None:
+    def kept(*values: float, begin: int = 1) -> WeightsOfSteps:
+        of_steps = WeightsOfSteps()
+        for step, value in enumerate(values, begin):
+            of_steps.note(step, [torch.ones(3), torch.full((2, 2), value)])
+        of_steps.send()
+        of_steps.receive()
+        return of_steps
+
+    first, other = kept(1.0, 1.0, 2.0, 1.0, 3.0), kept(1.0, 1.0, 5.0, 1.0, 5.0)
+    assert other.differ(first.written(), 1, 5) == (2, 3)
+    assert other.differ(first.written(), 4, 5) == (4, 5)  # after a check at which they were equal
+    assert other.differ(first.written(), 4, 4) == other.differ("", 0, 5) == (0, 0)
+    assert [mine == theirs for mine, theirs in zip(first.before(3), other.before(3), strict=True)] == [True, False]
+    assert kept(1.0, begin=2).differ(first.written(), 0, 5) == WeightsOfSteps().differ(first.written(), 0, 5) == (0, 0)
+    assert kept(7.0).differ(first.written(), 0, 5) == (0, 1)
+    assert len(kept(*range(300)).written().split()) == 100
+    assert WeightsOfSteps().before(1) == ()
+
+
 class CountedBoard(Board):
     """A board of a rank that counts the bytes which pass through the store."""
 
@@ -108,9 +146,12 @@ def thousand_ranks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("thousand_ranks")
-@pytest.mark.parametrize(("layers", "checks", "checked"), [(1, 3, range(1024)), (8, 12, [0, 1, 511, 512, 1023])])
+@pytest.mark.parametrize(
+    ("layers", "checks", "checked", "spikes"),
+    [(1, 3, range(1024), False), *((8, 12, [0, 1, 511, 512, 1023], spikes) for spikes in (False, True))],
+)
 def test_of_1024_ranks_each_check_moves_and_keeps_little(
-    layers: int, checks: int, checked: Sequence[int], monkeypatch: pytest.MonkeyPatch
+    layers: int, checks: int, checked: Sequence[int], spikes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checks of all ranks, or of some for longer, run in turn on one store."""
     store, boards, rank = dist.HashStore(), list[CountedBoard](), 0
@@ -124,23 +165,28 @@ def test_of_1024_ranks_each_check_moves_and_keeps_little(
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers))))
     optimizer = torch.optim.SGD(model.parameters())
     given = model, lambda: dict(model.module.named_parameters()), optimizer, Exemptions()
-    watches = [EqualRanks(*given) for _ in checked]
+    watches = [EqualRanks(*given, each_step=spikes) for _ in checked]
     found: list[Violation] = []
     for step in [10, 20, *range(50, 550, 50)][:checks]:
         for rank, watch in zip(checked, watches, strict=True):
             watch.forward((torch.full((4, 2), float(rank)),), {}, is_checked=True)
             is_apart = rank in (512, 1023) and step == 20
             model.module[0].weight.grad = torch.full((2, 2), 2.0 if is_apart else 1.0)
+            for before in range(max(1, step - (9 if step <= 20 else 49)), step + 1):
+                watch.note_weights(before)
             found += [*watch.check(step), *watch.after_step(step)]
     rank = 0
     found += watches[0].after_step(600)
     (broken,) = found
     assert broken.name == "gradients-not-reduced"
     assert "on ranks 0 and 512, and 1 more: equal at step 10, different at step 20" in broken.text
-    assert max(each.nbytes for each in boards) / checks < 600.0  # whatever the number of ranks and of parameters
+    nbytes = sorted(each.nbytes / checks for each in boards)  # whatever the number of ranks and of parameters
+    # With spikes the first rank writes 25 characters for each of 100 steps, which one of those that differ reads.
+    assert nbytes[-1] < (600.0 + 25 * 100 if spikes else 600.0)
+    assert sum(each >= 600.0 for each in nbytes) <= 2 * spikes
     assert max(len(watch._own) for watch in watches) <= 8
     assert max(len(watch._batches) for watch in watches) <= checks
-    assert store.num_keys() <= 2 * len(checked) + 4
+    assert store.num_keys() <= 2 * len(checked) + 4 + spikes
 
 
 @pytest.fixture
@@ -190,10 +236,14 @@ def test_a_digest_changes_with_each_bit_and_with_places(dtype: torch.dtype, leng
     torch.manual_seed(0)
     values = (100 * torch.randn(length)).relu().to(dtype)
     assert digest(values) == digest(torch.cat([values, values])[length:])  # elsewhere in memory
+    of_several = digests([torch.ones(5), values, torch.ones(3)])
+    assert torch.equal(of_several, digests([torch.ones(5), torch.cat([values, values])[length:], torch.ones(3)]))
     bits = values.clone().view(torch.uint8)
     for bit in (1, 128):
         bits[-1] ^= bit
         assert digest(bits.view(dtype)) != digest(values)
+        others = digests([torch.ones(5), bits.view(dtype), torch.ones(3)])
+        assert (others != of_several).tolist() == [False, True, False]
         bits[-1] ^= bit
     if length > 8:
         assert digest(values.roll(1)) != digest(values)

@@ -50,7 +50,8 @@ class Checks:
         report: Called with what is broken, as soon as it is known.
         report_norms: Called with norms of gradients around a spike.
         number: Returns the number of the next step in the record.
-        spikes: Whether to keep what tells more of the causes of spikes: a copy of the weights, and gradients' elements.
+        spikes: Whether to keep what tells more of the causes of spikes: a copy of the weights, and gradients' elements;
+            and digests of the weights before each step, which tell at which one ranks began to differ.
         replays: Repeats losses of spikes.
     """
 
@@ -71,7 +72,7 @@ class Checks:
         self._report_norms = report_norms
         self._weights = TrainedWeights(model, parameters, optimizers)
         self._mode, self._saved = TrainMode(model), SavedDtypes(parameters)
-        self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions)
+        self._ranks = EqualRanks(model, parameters, optimizers[0], exemptions, each_step=spikes)
         self._written = WrittenWeights(parameters, exemptions, number, copies=spikes)
         sees_all = self._written.sees_all
         self._losses = LossSpikes(exemptions, sees_all, looks_at_gradients=spikes, replays=replays)
@@ -102,6 +103,8 @@ class Checks:
         self._check(of_mode, self._mode.stepping, step, looks_at_draws=step < _DRAWS or step % EVERY < 3)
         self._check(of_files, self._saved.stepping, step, is_noted=is_checked_now)
         self._check(of_ranks, self._ranks.repeated_epoch, step)
+        if self._copies:
+            self._check(of_ranks, self._ranks.note_weights, step)
         if is_checked_now:
             self._check(of_ranks, self._ranks.check, step)
             self._check(of_weights, self._weights.check, step)

@@ -14,6 +14,7 @@ from castwise._invariants.board import Board
 from castwise._invariants.data_parallel import DataParallel, data_parallel, summed_in_16_bits
 from castwise._invariants.invariant import Exemptions, Violation
 from castwise._invariants.torch_calls import TORCH_CALLS
+from castwise._invariants.weights_of_steps import Differ, WeightsOfSteps
 from castwise._number_text import several
 from castwise.amp._devices import is_capturing
 from castwise.amp._gradients import params_of
@@ -39,6 +40,26 @@ class _Digests(NamedTuple):
         return int(digest(words).item()) if any(self.of[kind]) else _UNKNOWN
 
 
+class _Broken(NamedTuple):
+    """What a rank writes that differs: the check, the one before at which it did not, and numbers of the parameters."""
+
+    rank: int
+    step: int
+    since: int
+    bypassed: int
+    weights: Differ
+    numbers: Sequence[int]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, [*self[:4], *self.weights, *self.numbers]))
+
+    @classmethod
+    def parsed(cls, text: str) -> _Broken:
+        """Return what a rank has written."""
+        rank, step, since, bypassed, equal, apart, *numbers = map(int, text.split())
+        return cls(rank, step, since, bypassed, Differ(equal, apart), numbers)
+
+
 class EqualRanks:
     """Compares digests of weights, gradients and batches between ranks that train one model.
 
@@ -50,6 +71,7 @@ class EqualRanks:
         parameters: Returns the model's parameters by name.
         optimizer: The optimizer before whose steps they are compared.
         exemptions: What is not compared, the same on all ranks.
+        each_step: Whether to tell at which step weights began to differ, and not only between which checks.
     """
 
     def __init__(
@@ -58,6 +80,8 @@ class EqualRanks:
         parameters: Callable[[], Mapping[str, torch.Tensor]],
         optimizer: torch.optim.Optimizer,
         exemptions: Exemptions,
+        *,
+        each_step: bool = False,
     ) -> None:
         self._model, self._parameters, self._optimizer = model, parameters, optimizer
         self._exemptions = exemptions
@@ -67,6 +91,7 @@ class EqualRanks:
         self._batch: torch.Tensor | None = None
         self._pending: list[tuple[int, dict[str, int], Readback]] = []
         self._own: dict[int, _Digests] = {}
+        self._of_steps = WeightsOfSteps() if each_step else None
         self._equal = dict.fromkeys(_KINDS, 0)  # the last step at which they were
         self._same_batches = 0
         self._batches: set[int] = set()
@@ -85,6 +110,15 @@ class EqualRanks:
             if tensors and not any(map(is_capturing, tensors)) and dist.is_available() and dist.is_initialized():
                 device = tensors[0].device
                 self._batch = torch.stack([digest(tensor).to(device) for tensor in tensors]).sum()
+
+    def note_weights(self, step: int) -> None:
+        """Note the weights before a step, if they are to be compared at each."""
+        if self._of_steps is None:
+            return
+        if step == 1:
+            self._begin()
+        if self._peers is not None and _WEIGHTS not in self._written:
+            self._of_steps.note(step, self._weights().values())
 
     def check(self, step: int) -> Iterator[Violation]:
         """Compute the digests before a step, and yield what settings show."""
@@ -108,6 +142,8 @@ class EqualRanks:
             device = next(self._model.parameters()).device
             lengths = {kind: len(part) for kind, part in parts.items()}
             self._pending.append((step, lengths, Readback(torch.stack([each.to(device) for each in digests]))))
+            if self._of_steps is not None:
+                self._of_steps.send()
 
     def after_step(self, step: int) -> Iterator[Violation]:
         """Take the digests that have reached the host, and yield what the ranks have found; waits for none."""
@@ -121,7 +157,11 @@ class EqualRanks:
                 {kind: [next(numbers) for _ in range(length)] for kind, length in lengths.items()}
             )
             self._own = dict([*self._own.items()][-_KEPT:])
+            if self._of_steps is not None:
+                self._of_steps.receive()
             if self._is_first:
+                if self._of_steps is not None:  # first, because others read it after they have read the digests
+                    self._board.write("steps", self._of_steps.written())
                 self._board.write("digests", "\n".join(self._written_of(*each) for each in self._own.items()))
         if step % _READ_EVERY == 0 and self._own:
             yield from self._read(self._board)
@@ -134,6 +174,8 @@ class EqualRanks:
             yield Violation("same-data-on-ranks", text, "Call sampler.set_epoch(epoch) at the start of each epoch.")
 
     def _begin(self) -> None:
+        if self._board is not None:
+            return
         self._peers = data_parallel(self._model, self._parameters())
         if self._peers is None:
             return
@@ -158,9 +200,7 @@ class EqualRanks:
             for kind in [kind for kind in _KINDS if kind not in self._written]:
                 if text := board.read(kind):
                     self._written.add(kind)
-                    rank, step, since, bypassed, *theirs = map(int, text.split())
-                    count = board.counted(f"count of {kind}")
-                    yield from self._broken(kind, rank, step, since, theirs, count, bool(bypassed))
+                    yield from self._report(kind, _Broken.parsed(text), board.counted(f"count of {kind}"))
             return
         for line in board.read("digests").splitlines():
             step, *theirs = map(int, line.split())
@@ -184,38 +224,46 @@ class EqualRanks:
             if is_broken:
                 # Weights differ because gradients do.
                 self._written.update([kind, _WEIGHTS] if kind == _GRADIENTS else [kind])
-                numbers = [len(self._batches)] if kind == _BATCHES else mine.of[kind]
-                text = [self._rank, step, self._equal[kind], int(self._bypassed), *numbers]
                 if board.count(f"count of {kind}") == 1:
-                    board.write(kind, " ".join(map(str, text)))
+                    board.write(kind, str(self._broken(board, kind, step, mine)))
 
-    def _broken(
-        self, kind: str, rank: int, step: int, since: int, theirs: Sequence[int], count: int, bypassed: bool
-    ) -> Iterator[Violation]:
+    def _broken(self, board: Board, kind: str, step: int, mine: _Digests) -> _Broken:
+        numbers, weights = [len(self._batches)] if kind == _BATCHES else mine.of[kind], Differ()
+        if kind != _BATCHES and self._of_steps is not None:
+            weights = self._of_steps.differ(board.read("steps"), self._equal[_WEIGHTS], step)
+            if kind == _WEIGHTS and weights.apart:
+                numbers = self._of_steps.before(weights.apart)
+        return _Broken(self._rank, step, self._equal[kind], int(self._bypassed), weights, numbers)
+
+    def _report(self, kind: str, broken: _Broken, count: int) -> Iterator[Violation]:
         assert self._peers is not None
-        ranks = f"ranks {self._peers.ranks[0]} and {rank}" + (f", and {count - 1} more" if count > 1 else "")
+        step = broken.step
+        ranks = f"ranks {self._peers.ranks[0]} and {broken.rank}" + (f", and {count - 1} more" if count > 1 else "")
         if kind == _BATCHES:
             text = f"{ranks} trained on the same batch at {_SAME_BATCHES} checks in a row, the last at step {step:,}."
             remedy = "Use a DistributedSampler, or seed what draws batches with the rank."
-            yield Violation("same-data-on-ranks", text, remedy, "warning" if theirs[0] > 1 else "note")
+            yield Violation("same-data-on-ranks", text, remedy, "warning" if broken.numbers[0] > 1 else "note")
             return
-        own = self._own.get(step)
-        named = self._weights() if kind == _WEIGHTS else self._stepped()
-        pairs = zip(named, () if own is None else own.of[kind], theirs, strict=False)
-        names = tuple(name for name, mine, other in pairs if mine != other)
-        first = names[0] if names else "a parameter"
-        when = f"equal at step {since:,}, different at step {step:,}" if since else f"different at step {step:,}"
-        what, plural, are = first, "", "is"
+        own, named = self._own.get(step), self._weights() if kind == _WEIGHTS else self._stepped()
+        mine, since, weights = () if own is None else own.of[kind], broken.since, ""
+        if broken.weights.apart and kind == _WEIGHTS:
+            since, step = broken.weights
+            mine = () if self._of_steps is None else self._of_steps.before(step)
+        elif broken.weights.apart:
+            weights = f"; the weights were {_when(*broken.weights)}"
+        names = tuple(name for name, one, other in zip(named, mine, broken.numbers, strict=False) if one != other)
+        what, plural, are = names[0] if names else "a parameter", "", "is"
         if len(names) > 1:
-            what, plural, are = f"{first} and {several(len(names) - 1, 'more parameter')}", "s", "are"
+            what, plural, are = f"{what} and {several(len(names) - 1, 'more parameter')}", "s", "are"
         if kind == _WEIGHTS:
-            text = f"{what} {are} not the same on {ranks}: {when}."
+            text = f"{what} {are} not the same on {ranks}: {_when(since, step)}."
             remedy = "Look for code that changes weights, or steps, on some ranks only."
-            yield Violation("replicas-differ", text, _BYPASSED if bypassed else remedy, parameters=names)
+            yield Violation("replicas-differ", text, _BYPASSED if broken.bypassed else remedy, parameters=names)
         else:
-            text = f"the gradient{plural} of {what} {are} not the same before the step on {ranks}: {when}."
+            what = f"the gradient{plural} of {what}"
+            text = f"{what} {are} not the same before the step on {ranks}: {_when(since, step)}{weights}."
             remedy = "Look for no_sync() around the last micro-batch, or a hook that does not reduce."
-            yield Violation("gradients-not-reduced", text, _BYPASSED if bypassed else remedy, parameters=names)
+            yield Violation("gradients-not-reduced", text, _BYPASSED if broken.bypassed else remedy, parameters=names)
 
     def _stepped(self) -> dict[str, torch.Tensor]:
         assert self._peers is not None
@@ -234,6 +282,10 @@ class EqualRanks:
 _BYPASSED = (
     "The forward of DistributedDataParallel was not called before that step: call it, and not the model inside it."
 )
+
+
+def _when(equal: int, apart: int) -> str:
+    return f"equal at step {equal:,}, different at step {apart:,}" if equal else f"different at step {apart:,}"
 
 
 def _digest_of(tensor: Any) -> torch.Tensor:

@@ -135,7 +135,8 @@ class Monitor:
             else than the optimizer has written, and the gradient of each step is searched for single large elements. In
             one process, weights are copied as with `snapshots`, and the inputs of a step's forwards and of those of
             four earlier steps are kept: the loss of a spike is repeated with the weights of an earlier step, which
-            takes at most 2 s or the time of 10 steps, and changes no state.
+            takes at most 2 s or the time of 10 steps, and changes no state. Of ranks that train one model, digests of
+            the weights are computed in each step, which tell from which step on they differ.
         snapshots: Whether to copy the trained weights to the host's memory every 16 steps, and keep two such copies. On
             an accelerator the batch of the first step that is taken with an inf or NaN is then replayed with the
             weights of the latest copy from before it. Everywhere, remedies are tried with the weights of the older
