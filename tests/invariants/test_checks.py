@@ -77,6 +77,21 @@ def test_the_trust_ratio_is_suspected_of_parameters_that_stay_at_0(value: float)
     assert ("trust ratio" in broken["remedy"]) is (value == 0.0)
 
 
+def test_a_number_that_is_clamped_at_its_bound_is_a_note() -> None:
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(1.0)), "weight": nn.Parameter(torch.ones(4))})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    records: list[dict[str, Any]] = []
+    with castwise.Monitor(model, optimizer, sinks=[records.append], invariants={"written-weights": ["*"]}):
+        for _ in range(21):
+            (model["weight"] * model["scale"] - 9).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model["scale"].clamp_(0, 1)
+    (broken,) = [record for record in records if record["kind"] == "invariant"]
+    assert (broken["name"], broken["parameters"], broken["severity"]) == ("never-updated", ["scale"], "note")
+
+
 def test_a_monitor_checks_nothing_unless_it_is_asked_to() -> None:
     assert Training(invariants=False).broken == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import warnings
@@ -188,6 +189,70 @@ def test_a_lower_rate_is_tried_and_gives_the_loss_of_a_run_without_the_rise(kind
     assert tried is not None
     (loss,) = [record["loss"] for record in without if (record["kind"], record.get("step")) == ("step", FAULT + 1)]
     assert float(tried[1]) == pytest.approx(loss, rel=2e-3)
+
+
+def losses_alone() -> LossSpikes:
+    """Return what looks at losses without a model."""
+    return LossSpikes(Exemptions(), lambda _: True, looks_at_gradients=False, replays=NoReplays("of no model"))
+
+
+class AfterAnotherEvent(Training):
+    """A bad batch, three steps after what has no effect on it: another learning rate, or a write."""
+
+    event = ""
+
+    def step(self, fault: str, step: int) -> None:
+        if step == FAULT - 3 and self.event == "a rate":
+            self.optimizer.param_groups[0]["lr"] = 0.1
+        elif step == FAULT - 3:
+            self.model[4].bias.data.add_(1e-3)
+        super().step(fault, step)
+
+
+@pytest.mark.parametrize("event", ["a rate", "a write"])
+def test_an_event_is_not_the_cause_if_the_loss_is_as_high_without_it(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AfterAnotherEvent, "event", event)
+    (spike,) = AfterAnotherEvent("batch").broken("loss-spike")
+    assert "Cause: batch. The loss was back one step later. Replayed: " in spike["text"]
+    seen = "The learning rate rose from 0.05 to 0.1" if event == "a rate" else "4.bias was written outside the"
+    assert re.search(rf" {seen} .*\. That is not it: .*the loss of that batch is ", spike["text"])
+    assert ("no learning rate rose" in spike["text"]) is (event == "a write")
+    assert ("no weight was written" in spike["text"]) is (event == "a rate")
+
+
+def test_the_learning_rate_of_each_group_is_seen() -> None:
+    weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": weights[:1], "lr": 0.1}, {"params": weights[1:], "lr": 1e-4}])
+    watch = losses_alone()
+    found = []
+    for step in range(1, 60):
+        optimizer.param_groups[1]["lr"] = 1e-4 if step < 50 else 1e-3
+        found += watch.before_step(optimizer, step, dict, None)
+    (jump,) = found
+    assert jump.text == "the learning rate of group 1 rose from 0.0001 to 0.001 at step 50."
+
+
+def test_a_spike_before_a_nan_is_reported_in_the_step_of_the_nan() -> None:
+    losses = [1.0 + 0.01 * (step % 5) for step in range(50)]
+    watch = losses_alone()
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    found = [[*watch.step_known(optimizer, step, loss, None)] for step, loss in enumerate([*losses, 9e9, math.nan], 1)]
+    assert [spike.step for spike in found[-1]] == [51]
+    assert found[-1][0].evidence.startswith("The loss was not back one step later")
+    assert not [*watch.end()]
+
+
+@pytest.mark.parametrize(("rate", "severity"), [(1.0, None), (1.02, "note"), (1.05, "warning")])
+def test_a_loss_that_rises_slowly_is_told_at_the_end(rate: float, severity: str | None) -> None:
+    draw = random.Random(0)
+    watch = losses_alone()
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    for step in range(1, 400):
+        loss = (1.0 + 2.0 * 0.97**step) * draw.lognormvariate(0.0, 0.1) * rate ** max(0, step - 200)
+        assert not [*watch.step_known(optimizer, step, loss, None)]
+    assert [each.severity for each in watch.risen()] == ([severity] if severity else [])
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ class Checks:
             self._check(self._guards[5], report_of, written, copies=self._copies)
         self._check(self._guards[4], self._ranks.end)
         self._check(self._guards[6], lambda: (spike.report() for spike in self._losses.end()))
+        self._check(self._guards[6], self._losses.risen)
         self._guards[6].call(self._tell_norms, is_end=True)
         self._written.stop()
         self._weights.clear()

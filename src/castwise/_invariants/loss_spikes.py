@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ FLOOR, _NORM_FLOOR = 0.02, 0.1
 _RECURS = 256  # steps after a peak of the loss in which others as high are looked for
 _RATES, _JUMP = 32, 1.5
 _SAME_RISE = 1e-3
+_RISEN, _DIVERGED = math.log(10.0), math.log(1000.0)  # a loss that ends as many times as high is a note, a warning
 _PROPORTIONAL = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad}
 """Optimizers whose steps, decay included, are proportional to the rate, which their states do not depend on."""
 _SHARE = 0.9
@@ -76,6 +77,29 @@ def _recurs(value: float, others: Sequence[float], middle: float) -> bool:
     return sum(2.0 * (each - middle) > value - middle for each in others) > 1
 
 
+def _risen(now: Sequence[float], before: Iterable[Sequence[float]]) -> int | None:
+    """Return the first group whose learning rate is far above the largest of the steps before."""
+    largest = map(max, zip(*before, strict=True))
+    return next(
+        (group for group, (rate, most) in enumerate(zip(now, largest, strict=True)) if rate > _JUMP * most), None
+    )
+
+
+def _factor(before: Sequence[float], now: Sequence[float]) -> float | None:
+    """Return how many times the rates of the step before all rates are; None if it is not one number."""
+    if 0.0 in before:
+        return None
+    factors = [rate / rate_before for rate, rate_before in zip(now, before, strict=True)]
+    return factors[0] if max(factors) - min(factors) <= _SAME_RISE * min(factors) else None
+
+
+class _Trial(NamedTuple):
+    """What going back has given, in words, and whether the loss is as high as before; empty if it was not tried."""
+
+    text: str = ""
+    is_as_high: bool = False
+
+
 @dataclass
 class _Losses:
     """The losses of an optimizer's steps.
@@ -88,6 +112,7 @@ class _Losses:
         peaks: The last losses as high as spikes after which the loss was back: the number of each, and its logarithm.
         count: How many losses there were.
         pending: A spike of the step before of which the cause is not yet known.
+        levels: Medians of `usual` after each 64 losses: the first, the lowest and the last, with their steps.
     """
 
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -98,6 +123,12 @@ class _Losses:
     peaks: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     count: int = 0
     pending: PendingSpike | None = None
+    levels: list[tuple[float, int]] = field(default_factory=list)
+
+    def note_level(self, step: int) -> None:
+        """Note what is usual now."""
+        level = median(self.usual), step
+        self.levels = [self.levels[0], min(self.levels), level] if self.levels else [level]
 
     def has_as_high(self, value: float) -> bool:
         """Return True if losses as high recur, so that another is no spike."""
@@ -128,8 +159,7 @@ class LossSpikes:
         self._sees_writes, self._looks_at_gradients = sees_writes, looks_at_gradients
         self._losses: dict[torch.optim.Optimizer, _Losses] = {}
         self._latest: tuple[torch.optim.Optimizer | None, float] = None, 0.0  # the last loss, and whose
-        self._rates: dict[torch.optim.Optimizer, deque[float]] = {}
-        self._of_groups: dict[torch.optim.Optimizer, list[float]] = {}  # the rates of the last step
+        self._rates: dict[torch.optim.Optimizer, deque[list[float]]] = {}  # of the groups in the last steps
         self._with_large_elements: set[str] = set()  # in gradients that a second backward has given too
         self._norms: dict[torch.optim.Optimizer, GradientNorms] = {}
         self._names: Callable[[], Mapping[int, str]] = dict
@@ -155,16 +185,21 @@ class LossSpikes:
         self._names = names
         if self._looks_at_gradients:
             self._note_elements(optimizer, step, names, batches)
-        rate, rise = rate_of(optimizer), None
-        rates = self._rates.setdefault(optimizer, deque(maxlen=_RATES))
-        if rate is not None and len(rates) == _RATES and rate > _JUMP * max(rates):
-            before, rise = rates[-1], self._rise(optimizer)
-            text = f"the learning rate rose from {before:.4g} to {rate:.4g} at step {step:,}"
-            self._events.append((step, "learning rate", f"T{text[1:]}.", ()))
-            yield Violation("learning-rate-jump", f"{text}.", "Look at the schedule, unless it restarts.", "note")
-        if rate is not None:
-            rates.append(rate)
-            self._of_groups[optimizer] = [*map(float, map(_rate_in, optimizer.param_groups))]
+        rise = None
+        if rate_of(optimizer) is not None:
+            now = [*map(float, map(_rate_in, optimizer.param_groups))]
+            rates = self._rates.setdefault(optimizer, deque(maxlen=_RATES))
+            if rates and len(rates[-1]) != len(now):
+                rates.clear()
+            if len(rates) == _RATES and now != rates[-1] and (risen := _risen(now, rates)) is not None:
+                rise = _factor(rates[-1], now) if type(optimizer) in _PROPORTIONAL else None
+                of_group = f" of group {risen}" if len(now) > 1 and rise is None else ""
+                text = (
+                    f"he learning rate{of_group} rose from {rates[-1][risen]:.4g} to {now[risen]:.4g} at step {step:,}."
+                )
+                self._events.append((step, "learning rate", f"T{text}", ()))
+                yield Violation("learning-rate-jump", f"t{text}", "Look at the schedule, unless it restarts.", "note")
+            rates.append(now)
         if self._has_replays:
             self._replays.before_step(optimizer, step, rise)
 
@@ -186,6 +221,7 @@ class LossSpikes:
             batches: The micro-batches of the step, if they are kept.
         """
         if self._is_exempt or loss is None or not math.isfinite(loss) or loss <= 0.0:
+            yield from self._not_back(optimizer, loss)
             return
         if self._latest[0] is not optimizer and self._latest[1] == loss:  # of one backward for several optimizers
             return
@@ -204,6 +240,8 @@ class LossSpikes:
                 losses.usual.clear()
             losses.flagged, losses.quiet = 0, losses.quiet - 1
             losses.usual.append(value)
+            if losses.count % WINDOW == 0:
+                losses.note_level(step)
             if norm is not None and math.isfinite(norm) and norm > 0.0:
                 losses.norms.append(math.log(norm))
             if self._has_replays:
@@ -216,12 +254,24 @@ class LossSpikes:
             middle, sigma = below
             spike = Spike(step, loss, math.exp(middle), (value - middle) / sigma, "unknown", "")
             event = self._event_before(spike)
-            if event is None:
-                losses.pending = self._pending(optimizer, spike, batches)
+            tried = _Trial() if event is None else self._tried(optimizer, spike, event, batches)
+            if event is not None and not tried.is_as_high:
+                _, cause, evidence, parameters = event
+                more = tried.text and f" Tried: {tried.text}"
+                yield replace(spike, cause=cause, evidence=evidence, parameters=parameters, tried=more)
                 return
-            since, cause, evidence, parameters = event
-            known = replace(spike, cause=cause, evidence=evidence, parameters=parameters)
-            yield replace(known, tried=self._tried(optimizer, known, since, batches))
+            refuted = "" if event is None else f" {event[2]} That is not it: {tried.text}"
+            losses.pending = self._pending(optimizer, spike, batches, refuted)
+
+    def _not_back(self, optimizer: torch.optim.Optimizer, loss: float | None) -> Iterator[Spike]:
+        """Yield a spike that an inf or NaN follows."""
+        losses = self._losses.get(optimizer)
+        if losses is None or losses.pending is None or loss is None or math.isfinite(loss):
+            return
+        if losses.pending.trial is not None:
+            self._replays.of_next(losses.pending.trial, 0, loss, None)  # which has no loss to repeat
+        yield losses.pending.judged(is_back=False, following=None)
+        losses.pending = None
 
     def end(self) -> Iterator[Spike]:
         """Yield spikes of the last step, after which nothing is known."""
@@ -231,6 +281,21 @@ class LossSpikes:
                 evidence = f"The run ended before the next step.{replayed and f' {replayed}'}"
                 yield losses.pending.spike.with_cause(losses.pending.cause_by_replay(), evidence)
                 losses.pending = None
+
+    def risen(self) -> Iterator[Violation]:
+        """Yield a note on a loss that ends far above where it was at first and at its lowest."""
+        for losses in self._losses.values():
+            if len(losses.levels) < 3 or self._is_exempt:
+                continue
+            first, lowest, last = losses.levels
+            rise = last[0] - max(first[0], lowest[0])
+            if rise > _RISEN:
+                text = (
+                    f"the loss has risen without a spike: the median of 64 was {math.exp(lowest[0]):.4g} up to step "
+                    f"{lowest[1]:,}, and is {math.exp(last[0]):.4g} up to step {last[1]:,}."
+                )
+                remedy = "Look at the learning rate and the data since then."
+                yield Violation("loss-spike", text, remedy, "warning" if rise > _DIVERGED else "note")
 
     def usual(self, optimizer: torch.optim.Optimizer) -> tuple[float, float] | None:
         """Return the median of an optimizer's last losses, and the sigma of their logarithms; None of few losses."""
@@ -262,49 +327,46 @@ class LossSpikes:
             text = f"the gradient norm was {norm:.4g} at step {step:,}, {usual}."
             yield Violation("loss-spike", text, "Look at the loss of the next steps.", "note")
 
+    def _events_before(self, spike: Spike) -> list[_Event]:
+        return [event for event in self._events if spike.step - LOOK_BACK <= event[0] <= spike.step]
+
     def _event_before(self, spike: Spike) -> _Event | None:
-        """Return what was seen before a spike and is its cause."""
-        near = [event for event in self._events if spike.step - LOOK_BACK <= event[0] <= spike.step]
+        """Return what was seen before a spike and may be its cause."""
+        near = self._events_before(spike)
         for kinds in (("flipped bit", "written weights"), ("learning rate",), ("gradient element",)):
             events = [event for event in near if event[1] in kinds]
             if events:
                 return events[0]
         return None
 
-    def _rise(self, optimizer: torch.optim.Optimizer) -> float | None:
-        """Return how many times the rates of the step before all rates are; None if it is not one number."""
-        before = self._of_groups.get(optimizer, [])
-        if type(optimizer) not in _PROPORTIONAL or len(before) != len(optimizer.param_groups) or 0.0 in before:
-            return None
-        now = map(float, map(_rate_in, optimizer.param_groups))
-        rises = [rate / rate_before for rate, rate_before in zip(now, before, strict=True)]
-        return rises[0] if max(rises) - min(rises) <= _SAME_RISE * min(rises) else None
-
-    def _tried(self, optimizer: torch.optim.Optimizer, spike: Spike, since: int, batches: object) -> str:
-        """Return what a lower rate gives after a jump, or going back to weights from before an event, in words."""
+    def _tried(self, optimizer: torch.optim.Optimizer, spike: Spike, event: _Event, batches: object) -> _Trial:
+        """Return what a lower rate gives after a jump, or going back to weights from before an event."""
         given = optimizer, spike.step, spike.loss, batches
-        if spike.cause == "learning rate":
+        if event[1] == "learning rate":
             found = self._replays.with_lower_rate(*given)
             if found is None:
-                return ""
+                return _Trial()
             step, loss = found
             skipped = "" if spike.step == step + 1 else ", and without the steps since"
-            return f" Tried: with the rate of before at step {step:,}{skipped}, the loss of that batch is {loss:.4g}."
-        found = self._replays.with_earlier_weights(*given, since)
-        if found is None:
-            return ""
-        step, loss = found
-        return f" Tried: the loss of that batch is {loss:.4g} at the weights of step {step:,}."
+            text = f"with the rate of before at step {step:,}{skipped}, the loss of that batch is {loss:.4g}."
+            return _Trial(text, loss > spike.usual * math.exp(spike.least_rise))
+        trial = self._replays.with_earlier_weights(*given, event[0])
+        if trial is None:
+            return _Trial()
+        text = f"the loss of that batch is {trial.loss:.4g} at the weights of step {trial.weights_of:,}."
+        return _Trial(text, trial.rise(trial.loss) > spike.least_rise)
 
-    def _pending(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object) -> PendingSpike:
+    def _pending(self, optimizer: torch.optim.Optimizer, spike: Spike, batches: object, refuted: str) -> PendingSpike:
         """Return a spike of which the cause is not known, with what a replay gives, and what is ruled out."""
+        kinds = {event[1] for event in self._events_before(spike)}
         known = {
-            "no weight was written outside the optimizer": self._sees_writes(optimizer),
-            "no learning rate rose": len(self._rates.get(optimizer, ())) == _RATES,
-            "no element had a whole gradient's norm": self._looks_at_gradients,
+            "no weight was written outside the optimizer": self._sees_writes(optimizer)
+            and not kinds.intersection(("written weights", "flipped bit")),
+            "no learning rate rose": len(self._rates.get(optimizer, ())) == _RATES and "learning rate" not in kinds,
+            "no element had a whole gradient's norm": self._looks_at_gradients and "gradient element" not in kinds,
         }
         ruled_out = ", ".join(text for text, is_known in known.items() if is_known)
-        text = f" Ruled out: {ruled_out}." if ruled_out else ""
+        text = f" Ruled out: {ruled_out}.{refuted}" if ruled_out else refuted
         if not self._sees_writes(optimizer):
             text = f" Weights are not compared before each step, so one may have been written.{text}"
         context = self._context(optimizer)

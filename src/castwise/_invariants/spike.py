@@ -46,6 +46,11 @@ class Spike:
         """One sigma, of logarithms."""
         return math.log(self.loss / self.usual) / self.sigmas
 
+    @property
+    def least_rise(self) -> float:
+        """How far above the usual the logarithm of a repeated loss is high: half of the rise, and no noise."""
+        return max(0.5 * math.log(self.loss / self.usual), IS_BACK * self.sigma)
+
     def with_cause(self, cause: str, evidence: str, tried: str = "") -> Spike:
         """Return the spike with a cause."""
         return replace(self, cause=cause, evidence=evidence, tried=tried)
@@ -116,11 +121,8 @@ class Replays(Protocol):
 
     def with_earlier_weights(
         self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any, since: int
-    ) -> tuple[int, float] | None:
-        """Repeat the loss of a spike with weights from before a step, `since`.
-
-        Return the number of their step, and the loss; None if it cannot be repeated.
-        """
+    ) -> SpikeTrial | None:
+        """Repeat the loss of a spike with weights from before a step, `since`; None if it cannot be repeated."""
 
     def of_spike(self, optimizer: torch.optim.Optimizer, step: int, loss: float, batches: Any) -> SpikeTrial | str:
         """Repeat the loss of a spike; return why not if it cannot be."""
@@ -235,7 +237,6 @@ class PendingSpike(NamedTuple):
         If earlier batches have no higher loss than before, it is not the weights, and to be no noise is enough: while
         losses fall, the usual one of earlier weights is so high that that of no batch is far above.
         """
-        noise = IS_BACK * self.spike.sigma
         if self.trial is not None and self.trial.rise(self.trial.usual_now) <= 0.0:
-            return noise
-        return max(0.5 * math.log(self.spike.loss / self.spike.usual), noise)
+            return IS_BACK * self.spike.sigma
+        return self.spike.least_rise

@@ -171,7 +171,9 @@ class TrainedWeights:
                 f"{named(names)}: stepped with a gradient that is not zero, and not changed between the last check "
                 f"and step {iteration:,}.",
                 remedy,
-                parameters=names,
+                # A temperature, say, that a script clamps, and that stays at the bound.
+                "note" if all(sample.param.numel() == 1 for sample in samples) else "warning",
+                names,
             )
 
     def _not_in_optimizer(self, samples: list[_Sample], iteration: int) -> Iterator[Violation]:

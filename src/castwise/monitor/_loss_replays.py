@@ -149,15 +149,13 @@ class LossReplays:
         loss: float,
         batches: MicroBatches | None,
         since: int,
-    ) -> tuple[int, float] | None:
-        """Repeat the loss of a spike with weights from before a step."""
+    ) -> SpikeTrial | None:
+        """Repeat the loss of a spike and some before it with weights from before a step."""
         if self._spikes >= _MOST:
             return None
         self._spikes += 1
         try:
-            limit = TimeLimit()
-            known, weights, _ = self._trusted(since, list(self._old.get(optimizer, ())), limit)
-            return known.step, _StepLoss(step, loss, batches).at(weights, limit)
+            return self._tried(_StepLoss(step, loss, batches), list(self._old.get(optimizer, ())), since)
         except Exception:
             return None
 
@@ -169,7 +167,7 @@ class LossReplays:
             return f"{_MOST} spikes of this run were"
         self._spikes += 1
         try:
-            trial = self._tried(_StepLoss(step, loss, batches), list(self._old.get(optimizer, ())))
+            trial = self._tried(_StepLoss(step, loss, batches), list(self._old.get(optimizer, ())), step)
         except (UnknownLossError, OutOfTimeError, UnrepeatableError) as why:
             return str(why)
         except Exception as error:
@@ -186,10 +184,10 @@ class LossReplays:
         except Exception:
             return None
 
-    def _tried(self, spike: _StepLoss, old: Sequence[_StepLoss]) -> SpikeTrial:
-        """Repeat losses with the oldest weights of which the step's own loss is known."""
+    def _tried(self, spike: _StepLoss, old: Sequence[_StepLoss], since: int) -> SpikeTrial:
+        """Repeat losses with the oldest weights, from before a step, of which the step's own loss is known."""
         limit = TimeLimit()
-        known, weights, again = self._trusted(spike.step, old, limit)
+        known, weights, again = self._trusted(since, old, limit)
         of_batch = spike.at(weights, limit)
         there, now = [again], [known.at(None, limit)]
         for each in old:

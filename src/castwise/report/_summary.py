@@ -111,7 +111,7 @@ class Summary:
         """Return a line for each of the first few warnings of invariants but the one that is shown already."""
         lines = [f"warning: {text}" for text in self._of_invariants("warning", shown)]
         more = len(lines) - _INVARIANTS_SHOWN
-        return lines[:_INVARIANTS_SHOWN] + ([f"more invariants that do not hold: {more}"] if more > 0 else [])
+        return lines[:_INVARIANTS_SHOWN] + ([f"more findings of invariants, in the report: {more}"] if more > 0 else [])
 
     def _notes_of_invariants(self, shown: Advice | None) -> list[str]:
         """Return a line with the first note of an invariant but the one that is shown already, and their count."""
