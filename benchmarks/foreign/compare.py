@@ -185,6 +185,12 @@ def told(row: Row, torch: Facts) -> str:
     return f"{steps} steps, {values} values" if steps else f"{values} values"
 
 
+def required() -> list[str]:
+    """Return the names of the packages that the rows need, without their extras."""
+    lines = (HERE / "requirements.txt").read_text().splitlines()
+    return sorted(line.partition("[")[0] for line in lines if not line.startswith("#"))
+
+
 def write(records: list[dict[str, Any]], *, again: bool = False) -> None:
     """Write the result file, and the table into benchmarks/README.md.
 
@@ -192,12 +198,9 @@ def write(records: list[dict[str, Any]], *, again: bool = False) -> None:
         records: The rows.
         again: The rows replace those of the same name in a result file of this machine, day and versions.
     """
-    lines = (HERE / "requirements.txt").read_text().splitlines()
-    named = sorted(line for line in lines if not line.startswith("#"))
-    versions = {name: version(name) for name in named}
     record = {
         "machine": {**recording.machine(), "threads": 1, "command": "make foreign"},
-        "versions": versions,
+        "versions": {name: version(name) for name in required()},
         "exceptions": [{"name": each.name, "why": each.why} for each in EXEMPT],
         "rows": records,
     }

@@ -53,6 +53,12 @@ def test_a_model_has_torchs_bits_in_every_way_to_use_castwise(name: str, foreign
         assert noted(foreign, name, way) == expected, way
 
 
+def test_versions_are_those_of_packages_without_their_extras(compare: Any) -> None:
+    names = compare.required()
+    assert {"torch", "ray"} <= set(names)
+    assert all(name.replace("-", "").replace("_", "").isalnum() for name in names)
+
+
 def record_of(compare: Any, monkeypatch: pytest.MonkeyPatch, kind: str, *runs: Facts) -> dict[str, Any]:
     """Return the record of a row whose sides note this: torch, castwise, and torch once more."""
     waiting = list(runs)
