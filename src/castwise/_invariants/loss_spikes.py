@@ -283,7 +283,7 @@ class LossSpikes:
                 losses.pending = None
 
     def risen(self) -> Iterator[Violation]:
-        """Yield a note on a loss that ends far above where it was at first and at its lowest."""
+        """Yield what is found of a loss that ends far above where it was at first and at its lowest."""
         for losses in self._losses.values():
             if len(losses.levels) < 3 or self._is_exempt:
                 continue
@@ -291,7 +291,7 @@ class LossSpikes:
             rise = last[0] - max(first[0], lowest[0])
             if rise > _RISEN:
                 text = (
-                    f"the loss has risen without a spike: the median of 64 was {math.exp(lowest[0]):.4g} up to step "
+                    f"the loss has risen: the median of 64 was {math.exp(lowest[0]):.4g} up to step "
                     f"{lowest[1]:,}, and is {math.exp(last[0]):.4g} up to step {last[1]:,}."
                 )
                 remedy = "Look at the learning rate and the data since then."
