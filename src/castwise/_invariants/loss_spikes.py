@@ -39,7 +39,7 @@ _SAME = 0.01  # of the largest element of a gradient that is computed again
 _FEWEST_LOSSES = 20  # of which another run is expected to continue the median
 _FEWEST = 100  # elements of a gradient of which one may have the whole norm
 _CPU = torch.device("cpu")
-_kind_of, _rate_in = operator.attrgetter("__class__", "layout", "device"), operator.itemgetter("lr")
+_kind_of = operator.attrgetter("__class__", "layout", "device")
 _Event = tuple[int, str, str, tuple[str, ...]]
 """What may be the cause of a spike: the step, the cause, the evidence, and the parameters."""
 _SIGMA = 1.4826  # of a normal distribution, over its median absolute deviation
@@ -186,8 +186,8 @@ class LossSpikes:
         if self._looks_at_gradients:
             self._note_elements(optimizer, step, names, batches)
         rise = None
-        if rate_of(optimizer) is not None:
-            now = [*map(float, map(_rate_in, optimizer.param_groups))]
+        now = _rates_of(optimizer)
+        if now is not None:
             rates = self._rates.setdefault(optimizer, deque(maxlen=_RATES))
             if rates and len(rates[-1]) != len(now):
                 rates.clear()
@@ -445,9 +445,19 @@ def differs_in_one_element(gradient: torch.Tensor, again: torch.Tensor) -> bool:
 
 def rate_of(optimizer: torch.optim.Optimizer) -> float | None:
     """Return the largest learning rate of an optimizer's groups; None if it is on an accelerator or there is none."""
-    rates: list[Any] = [group.get("lr") for group in optimizer.param_groups]
-    is_known = all(rate is not None and getattr(rate, "device", _CPU).type == "cpu" for rate in rates)
-    return max(map(float, rates)) if rates and is_known else None
+    rates = _rates_of(optimizer)
+    return None if rates is None else max(rates)
+
+
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float] | None:
+    """Return the learning rates of an optimizer's groups; None if one is on an accelerator or there is none."""
+    rates: list[float] = []
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if rate is None or getattr(rate, "device", _CPU).type != "cpu":
+            return None
+        rates.append(float(rate))
+    return rates or None
 
 
 def _plain_gradients(optimizer: torch.optim.Optimizer) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
